@@ -17,7 +17,9 @@ class FuzzLookup:
     Only an interpreted engine has its device in the host's memory, so only there it may read.
     """
 
-    def __init__(self, runner: Any, answers: Mapping[str, list[int]], vocab_size: int, seed: int, quality: float) -> None:
+    def __init__(
+        self, runner: Any, answers: Mapping[str, list[int]], vocab_size: int, seed: int, quality: float
+    ) -> None:
         self._runner, self._answers, self._vocab, self._quality = runner, answers, vocab_size, quality
         self._rng = np.random.default_rng(seed)
         runner.drafts.look_up = self

@@ -121,6 +121,11 @@ def test_a_grammars_requests_are_masked_by_what_was_drafted_and_the_schedule_kee
     requests: Any = dict.fromkeys(("all", "some", "none"))
     manager: Any = _DigitsOnly()
     step = drafted_schedule(schedule, ["all", "some", "none"], drafts, requests, manager)
-    assert step.scheduled_spec_decode_tokens == {"all": [1, 2], "some": [3, -1, -1]}
+    padded = {"all": [1, 2, -1, -1], "some": [3, -1, -1, -1], "none": [-1] * 4}
+    assert step.scheduled_spec_decode_tokens == padded, "all of the room has rows"
     assert {len(room) for room in schedule.scheduled_spec_decode_tokens.values()} == {4}
-    assert drafted_schedule(schedule, ["all"], None, requests, manager).scheduled_spec_decode_tokens == {}
+    late = drafted_schedule(schedule, ["all"], None, requests, manager)
+    assert late.scheduled_spec_decode_tokens == {"all": [-1] * 4}
+    # behind the last draft a request's row holds nothing
+    cut = drafted_schedule(schedule, ["all"], DraftTokenIds(["all"], [[1, -1, 2]]), requests, manager)
+    assert cut.scheduled_spec_decode_tokens == {"all": [1, -1, -1, -1]}

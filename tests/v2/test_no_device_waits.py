@@ -16,11 +16,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import vllm_specrollout
-from tests.e2e.identity.cases import cases
-from tests.e2e.identity.check import VOCAB
+from tests.e2e.identity.cases import Case, cases
+from tests.e2e.identity.check import VOCAB, fuzz
 from tests.e2e.identity.compare import run
 from tests.e2e.identity.engines import engine
-from tests.e2e.identity.fuzz import FuzzDrafter
 from tests.v2.models import small_model
 
 PACKAGE = Path(vllm_specrollout.__file__).parent
@@ -55,10 +54,10 @@ def test_a_step_reads_nothing_back_from_the_device(tmp_path: Path) -> None:
     with engine(path, "float32", is_ours=True, spec_rollout={"max_draft_tokens": 8}, max_num_seqs=8) as ours:
         truth = run(ours.llm, requests, enabled=False)
         answers = {c.problem_id: list(o.outputs[0].token_ids) for c, o in zip(requests, truth, strict=True)}
-        ours.runner.spec_rollout.replace_drafters([FuzzDrafter(answers, VOCAB, quality=0.9)])
+        fuzz(ours, answers, 0, 0.9)
         with Detector() as detector:
             run(ours.llm, requests)
-        assert ours.runner.stats.branches_committed > 0
+        assert ours.runner.stats.branches_committed > 0 and ours.runner.stats.accepted > 0
     assert {(file, name) for file, name, _ in detector.found} <= ON_HOST, sorted(detector.found)
 
 
@@ -86,5 +85,56 @@ def test_only_the_named_event_is_waited_for() -> None:
         if method in ("synchronize", "wait_stream")
     }
     # before the first request, where all may wait
-    at_start = {("self_check.py", "part")}
-    assert waits - at_start == {("host.py", "tokens_of"), ("host.py", "wait")}
+    at_start = {("self_check.py", "part"), ("texts.py", "__init__")}
+    # one stream for another
+    on_the_device = {("lane.py", "sample")}
+    assert waits - at_start - on_the_device == {("host.py", "tokens_of"), ("host.py", "wait")}
+
+
+class Late:
+    """An event that comes two steps late, and may not be waited for before."""
+
+    steps = 0
+
+    def __init__(self) -> None:
+        self._due = Late.steps + 2
+
+    def record(self, stream: Any) -> None:
+        """It is known when it comes."""
+
+    def query(self) -> bool:
+        return Late.steps >= self._due
+
+    def synchronize(self) -> None:
+        assert self.query(), "a step waited for tokens that were not home"
+
+
+@pytest.mark.parametrize("drafter", ["history", "ngram", "draft_model"])
+def test_no_step_waits_for_tokens_that_are_not_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: None, drafter: str
+) -> None:
+    path = small_model(tmp_path, "llama", "float32")
+    own: dict[str, Any] = {"drafters": [drafter], "max_draft_tokens": 4, "max_depth": 4}
+    if drafter == "draft_model":
+        given = {"method": "draft_model", "model": path, "num_speculative_tokens": 2}
+        own |= {"drafters": [], "speculative_config": given}
+    repeated = Case("twice", "twice", [5, 6, 7] * 5, {"temperature": 0, "max_tokens": 24, "ignore_eos": True})
+    with engine(path, "float32", is_ours=True, spec_rollout=own, max_num_seqs=4) as ours:
+        runner = ours.runner
+        truth = run(ours.llm, [repeated], enabled=False)[0].outputs[0].token_ids
+        run(ours.llm, [repeated])
+        runner.settle()
+        stock = type(runner)._remember
+
+        def remember(self: Any, *args: Any) -> None:
+            Late.steps += 1
+            stock(self, *args)
+            self.tokens_ready = Late()
+
+        monkeypatch.setattr(type(runner), "_remember", remember)
+        runner.tokens_ready = Late()
+        accepted = runner.stats.accepted
+        assert run(ours.llm, [repeated])[0].outputs[0].token_ids == truth
+        Late.steps += 2
+        runner.settle()
+        assert runner.stats.accepted > accepted

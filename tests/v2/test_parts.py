@@ -12,10 +12,9 @@ pytest.importorskip("vllm")
 import torch
 
 from tests.e2e.identity.cases import cases
-from tests.e2e.identity.check import VOCAB
+from tests.e2e.identity.check import VOCAB, fuzz
 from tests.e2e.identity.compare import run
 from tests.e2e.identity.engines import engine
-from tests.e2e.identity.fuzz import FuzzDrafter
 from tests.v2.models import small_model
 from vllm_specrollout.worker.v2 import verify
 
@@ -42,7 +41,7 @@ def test_a_step_judged_in_parts_yields_the_same_bits(tmp_path: Path, monkeypatch
     with engine(path, "float32", is_ours=True, spec_rollout={"max_draft_tokens": 6}, **settings) as ours:
         truth = run(ours.llm, requests, enabled=False)
         answers = {c.problem_id: list(o.outputs[0].token_ids) for c, o in zip(requests, truth, strict=True)}
-        ours.runner.spec_rollout.replace_drafters([FuzzDrafter(answers, VOCAB, quality=0.9)])
+        fuzz(ours, answers, 0, 0.9)
         monkeypatch.setattr(verify.TreeVerifier, "_judge", judged)
         drafted = run(ours.llm, requests)
     assert max(rows) > 20

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,12 +150,14 @@ def _uncommitted(patch: pytest.MonkeyPatch, runner: Any) -> None:
 
 
 def _other_tokens(patch: pytest.MonkeyPatch, runner: Any) -> None:
-    stock = TreeInputs.set_trees
+    stock = TreeInputs.set_drafted
 
-    def write(self: Any, batch: Any, trees: Any) -> None:
-        stock(self, batch, replace(trees, token_ids=(trees.token_ids + 1) % runner.vocab_size))
+    def write(self: Any, batch: Any, drafted: Any) -> None:
+        others = drafted.clone()
+        others[:, 0] = torch.where(others[:, 0] < 0, -1, (others[:, 0] + 1) % runner.vocab_size)
+        stock(self, batch, others)
 
-    patch.setattr(TreeInputs, "set_trees", write)
+    patch.setattr(TreeInputs, "set_drafted", write)
 
 
 def _part(owner: Any, name: str, value: Any) -> Plant:

@@ -151,7 +151,7 @@ def test_vllms_own_warm_up_leaves_nothing_behind_and_no_step_with_drafts_compile
         assert not told
         truth = run(ours.llm, requests, enabled=False)
         answers = {c.problem_id: list(o.outputs[0].token_ids) for c, o in zip(requests, truth, strict=True)}
-        runner.spec_rollout.replace_drafters([FuzzDrafter(answers, VOCAB, quality=0.9)])
+        fuzz(ours, answers, 0, 0.9)
         compiled = set(keys)
         keys.clear()
         run(ours.llm, requests)
@@ -197,4 +197,4 @@ def test_where_branches_are_not_verified_only_what_judges_chains_is_compiled(
     keys: list[Key] = watch(monkeypatch, *KERNELS)
     path = small_model(tmp_path, "qwen3", "float32")
     with engine(path, "float32", is_ours=True, spec_rollout={"shape": "chain"}, **ENGINE):
-        assert {name for name, *_ in keys} == {"_sample_blocks", "_walk_trees"}
+        assert {name for name, *_ in keys} == {"_sample_blocks", "_walk_trees", "_lay_out"}

@@ -181,10 +181,9 @@ class DeviceDrafts:
             best = torch.zeros(len(told), dtype=torch.int64, device=self._device)
         else:
             best = torch.stack([(one.chances * (one.tokens >= 0)).sum(dim=1) for _, one in kinds]).argmax(dim=0)
-        names = torch.tensor([kind for kind, _ in kinds], dtype=torch.int32, device="cpu", pin_memory=PIN_MEMORY)
-        which = names.to(self._device, non_blocking=True)[best]
+        (names,) = self._sent(np.array([kind for kind, _ in kinds], dtype=np.int32))
         own = packed[best, torch.arange(len(told), device=self._device)]
-        return torch.cat([own.flatten(1), which[:, None]], dim=1)
+        return torch.cat([own.flatten(1), names[best][:, None]], dim=1)
 
     def _chain(self, tokens: torch.Tensor, kind: int, limits: torch.Tensor, ends: torch.Tensor) -> Drafts:
         """A chain of these tokens [R, at most K] int32, cut at a request's limit and before what ends it."""
@@ -318,7 +317,7 @@ class DeviceDrafts:
         words = torch.zeros(int(starts[-1]), dtype=torch.int32, pin_memory=PIN_MEMORY)
         for begin, array in zip(starts.tolist(), arrays, strict=False):
             words[begin : begin + array.size] = torch.from_numpy(array.reshape(-1))
-        there = words.to(self._device, non_blocking=True)
+        there = torch.empty_like(words, device=self._device).copy_(words, non_blocking=True)
         return [
             there[begin : begin + array.size].view(array.shape)
             for begin, array in zip(starts.tolist(), arrays, strict=False)

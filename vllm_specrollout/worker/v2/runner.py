@@ -246,11 +246,12 @@ class SpecRolloutV2(_Base):
                 tokens_of(output, self.tokens_ready),
                 step.num_rows,
                 step.num_rows - batch.num_draft_tokens == batch.num_reqs,
-                step.waiting,
-                step.withheld,
-                self.weights_version.number,
-                step.drafted,
-                getattr(self.tokens_ready, "query", lambda: True),
+                waiting=step.waiting,
+                withheld=step.withheld,
+                weights_version=self.weights_version.number,
+                drafted=step.drafted,
+                # where the host is the device, they are there at once
+                is_home=getattr(self.tokens_ready, "query", lambda: True),
             )
         )
         self.tokens_ready = torch.cuda.Event()
