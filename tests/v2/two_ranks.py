@@ -27,19 +27,19 @@ def requests() -> list[Case]:
     ]
 
 
-def make_the_model_fail_on_the_first_rank(worker: Any) -> None:
+def make_drafting_fail_on_the_first_rank(worker: Any) -> None:
     runner = worker.model_runner
     runner.spec_rollout.guard.is_strict = False
 
-    def raises(batch: object, limits: object) -> None:
+    def raises(*_: object) -> None:
         raise RuntimeError("out of ideas")
 
     if runner.drafting.is_drafting:
-        runner.model_drafter.propose = raises
+        runner.drafts._chosen = raises
 
 
-def has_a_model(worker: Any) -> bool:
-    return worker.model_runner.model_drafter is not None
+def failures(worker: Any) -> int:
+    return worker.model_runner.spec_rollout.guard.failures.get("drafting", 0)
 
 
 def answer(model: str, spec_rollout: Any) -> dict[str, Any]:
@@ -60,8 +60,8 @@ def answer(model: str, spec_rollout: Any) -> dict[str, Any]:
         "stats": llm.collective_rpc("spec_rollout_stats") if spec_rollout else [],
     }
     if spec_rollout and "speculative_config" in spec_rollout:
-        llm.collective_rpc(make_the_model_fail_on_the_first_rank)
-        found["tokens after"], found["has model"] = tokens(), llm.collective_rpc(has_a_model)
+        llm.collective_rpc(make_drafting_fail_on_the_first_rank)
+        found["tokens after"], found["failures"] = tokens(), llm.collective_rpc(failures)
     llm.llm_engine.engine_core.shutdown()
     return found
 

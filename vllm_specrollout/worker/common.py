@@ -81,9 +81,14 @@ _ANY_LENGTH = ("draft_model", "eagle", "eagle3")
 """Methods whose models run once per token, so that steps may have more drafts than they make."""
 
 
+def drafting_model(config: SpecRolloutConfig) -> dict[str, Any] | None:
+    """vLLM's configuration of the model whose passes run in the V2 runner's steps; None: none do."""
+    return None if config.budget == "off" else config.coupled_model
+
+
 def levels_of(vllm_config: VllmConfig) -> int:
-    """Tokens that the model drafts in the target's steps; 0: there is none."""
-    given = config_of(vllm_config).coupled_model
+    """Tokens that the model drafts in the target's steps; 0: there is none, or it would never be asked."""
+    given = drafting_model(config_of(vllm_config))
     return 0 if given is None else speculative_config(vllm_config, given).num_speculative_tokens
 
 
@@ -93,12 +98,13 @@ def with_lane(vllm_config: VllmConfig) -> VllmConfig:
     Where no model drafts it names the one of vLLM's methods for which all tokens of a request lie on the device.
     """
     config = config_of(vllm_config)
-    given = config.coupled_model or {"method": "ngram", "prompt_lookup_max": 1, "prompt_lookup_min": 1}
+    model = drafting_model(config)
+    given = model or {"method": "ngram", "prompt_lookup_max": 1, "prompt_lookup_min": 1}
     # a tree may have more nodes than levels, and no model's drafts have branches
-    has_branches = config.shape != "chain" and config.coupled_model is None
+    has_branches = config.shape != "chain" and model is None
     width = config.max_draft_tokens if has_branches else min(config.max_draft_tokens, config.max_depth)
     clone = copy.copy(vllm_config)
-    if config.coupled_model is not None:
+    if model is not None:
         clone.speculative_config = speculative_config(vllm_config, given)
         if clone.speculative_config.method not in _ANY_LENGTH or not features.installed().drafts_few:
             return clone

@@ -167,9 +167,9 @@ class Drafting:
     def look_ahead(self, batch: RequestBatch, step: int) -> PlannedStep | None:
         """What the first rank would verify of these requests' drafts; for steps to come, of which others decide.
 
-        None: nothing is planned.
+        None: nothing is planned. A step that was under way when a pause was decided on says nothing more of it.
         """
-        if not self.is_drafting or not batch.size:
+        if not self.is_drafting or not batch.size or self.speculator.steps_off(step, batch.size):
             return None
         try:
             self.withheld.narrow(batch)

@@ -128,6 +128,8 @@ class DeviceDrafts:
         self.looks_up = True
         self.is_paused = False
         """Whether nothing but a model drafts."""
+        self.are_fresh = False
+        """Whether it was not so when drafts were made last."""
         self.model: Any = None
         """The model whose drafts are taken; None: none are."""
         self.look_up: Callable[[InputBatch, Sequence[Told]], Drafts] = self._looked_up
@@ -143,6 +145,7 @@ class DeviceDrafts:
         if dummy_run:
             shape = input_batch.num_reqs, self.width
             return torch.zeros(shape, dtype=torch.int64, device=self._device)
+        self.are_fresh = not self.is_paused
         group = get_tp_group()
         packed = torch.full((input_batch.num_reqs, 3 * self.width + 1), -1, dtype=torch.int32, device=self._device)
         if group.rank_in_group == 0:

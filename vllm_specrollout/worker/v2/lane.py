@@ -267,7 +267,7 @@ class Lane(SpecRolloutV2):
         self, hidden_states: torch.Tensor, input_batch: InputBatch, grammar_output: GrammarOutput | None
     ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
         found = super().sample(hidden_states, input_batch, grammar_output)
-        if self.step.has_drafts or not self.drafts.is_paused:
+        if self.step.has_drafts or self.drafts.are_fresh:
             # on the stream on which vLLM copies the tokens next, so that one event says that all of it is there
             words = self.drafts.home(input_batch)
             self.output_copy_stream.wait_stream(self.main_stream)

@@ -16,7 +16,7 @@ from vllm_specrollout.observe.guard import CONTAINED
 from vllm_specrollout.observe.self_check import ATTENTION, COMMIT, VERIFY, in_words
 from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.calls import DrafterMixin, ExplainsMixin, StatsMixin, TrainerMixin
-from vllm_specrollout.worker.common import config_of, with_lane
+from vllm_specrollout.worker.common import config_of, drafting_model, with_lane
 from vllm_specrollout.worker.models import decoupled
 from vllm_specrollout.worker.models.decoupled import sampling_on_v2
 from vllm_specrollout.worker.v2.attention import attention_layers
@@ -115,7 +115,7 @@ class SpeculatingWorker(StatsMixin, DrafterMixin, ExplainsMixin, TrainerMixin, _
             # vLLM names the runner's class in the body of this method, and to make it twice would allocate twice
             module, name = self.runner_class
             during.enter_context(rebound(module, name, lambda stock: type("SpecRolloutRunner", (Lane, stock), {})))
-            if config.coupled_model is None:
+            if drafting_model(config) is None:
                 during.enter_context(rebound("vllm.v1.worker.gpu.model_runner", "init_speculator", no_model))
             super().init_device()
         # vLLM loads the target next; they get ready meanwhile
