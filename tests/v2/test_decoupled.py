@@ -15,17 +15,16 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.e2e.drafting_models import perturbed
-from tests.e2e.elsewhere import Elsewhere, decode, placing_of, until
+from tests.e2e.elsewhere import Elsewhere, decode, until
 from tests.e2e.identity.cases import Case, cases
-from tests.e2e.identity.check import VOCAB, check_identity, judged
+from tests.e2e.identity.check import VOCAB, judged
 from tests.e2e.identity.compare import compare, run
-from tests.e2e.identity.engines import Engine, engine
+from tests.e2e.identity.engines import engine
 from tests.v2.models import small_model as model
 from tests.v2.test_identity import ENGINE, FEATURES
 from vllm_specrollout.cluster.child import Command, WarmDrafter
-from vllm_specrollout.cluster.duel import Duel
 from vllm_specrollout.cluster.link import Link
-from vllm_specrollout.worker.models.decoupled import COUPLED
+from vllm_specrollout.worker.v2.device_drafts import MODELLED
 
 pytestmark = pytest.mark.nightly
 
@@ -101,48 +100,36 @@ def test_a_drafter_elsewhere_changes_no_token_whatever_a_request_asks_for(models
     path = model(models, "qwen3", "float32")
     given = {"method": "draft_model", "model": perturbed(path, models / "draft", 0.1), "num_speculative_tokens": 4}
 
-    def it_drafted(ours: Engine) -> None:
+    requests = cases(len(FEATURES), VOCAB, seed=31, max_tokens=24, only=FEATURES)
+    own = {**DECOUPLED, "decoupled": {**DECOUPLED["decoupled"], "window": 8}, "speculative_config": given}
+    with engine(path, "float32", is_ours=False, **ENGINE) as stock:
+        truth = run(stock.llm, requests)
+    with engine(path, "float32", is_ours=True, spec_rollout=own, **ENGINE) as ours:
+        drafted = run(ours.llm, requests)
+        ours.runner.settle()
         state = ours.runner.remote.state()["drafter"]
         assert state["is_there"] and state["matched"] > 0 and state["waited_s"] == 0.0
+        # whom it came in time for is a matter of the clock: the device is some steps ahead of what it knows
+        assert ours.runner.stats.accepted > 0
         # the runner itself learns with the next step that the last ones are over
         assert set(state["requests"]) <= set(ours.runner.host._requests)
-
-    requests = cases(len(FEATURES), VOCAB, seed=31, max_tokens=5, only=FEATURES)
-    check_identity(
-        path, "float32", requests, num_drafters=0, spec_rollout={**DECOUPLED, "speculative_config": given},
-        inspect=it_drafted, **ENGINE
-    )  # fmt: skip
+    report = judged(path, "float32", requests, truth, drafted, **ENGINE)
+    assert not report.failures, report.failures[:3]
 
 
-class Restless(Duel):
-    """Changes its mind every other step."""
-
-    steps = 0
-
-    @property
-    def choice(self) -> int:
-        return self.steps // 2 % 2
-
-    def step(self, num_requests: int, tokens: int, seconds: float) -> None:
-        self.steps += 1
-
-
-@pytest.mark.identity
-def test_a_model_that_drafts_in_turns_here_and_elsewhere_changes_no_token(models: Path) -> None:
+def test_a_model_that_drafts_here_and_elsewhere_at_once_changes_no_token(models: Path) -> None:
     path = model(models, "llama", "float32")
     given = {"method": "draft_model", "model": perturbed(path, models / "both", 0.3), "num_speculative_tokens": 4}
     devices = [f"cpu:{max(os.sched_getaffinity(0))}"]
     own = {**DECOUPLED, "placement": "auto", "devices": devices, "speculative_config": given}
-    requests = cases(3, VOCAB, seed=33, max_tokens=16, only=("temperature 1", "greedy", "logprobs"))
+    requests = cases(3, VOCAB, seed=33, max_tokens=24, only=("temperature 1", "greedy", "logprobs"))
     with engine(path, "float32", is_ours=False, **ENGINE) as stock:
         truth = run(stock.llm, requests)
     with engine(path, "float32", is_ours=True, spec_rollout=own, **ENGINE) as ours:
-        placing, here, elsewhere = placing_of(ours), ours.runner.model_drafter, ours.runner.remote
-        placing.duel = Restless()
         drafted = run(ours.llm, requests)
-        placing.arrange(COUPLED)
-        assert ours.runner.stats.accepted > 0
-        assert placing.changes >= 2 and here._times > 0 and elsewhere.totals()[1] > 0, "both have drafted"
+        ours.runner.settle()
+        assert ours.runner.stats.accepted > 0 and ours.runner.remote.totals()[1] > 0
+        assert (ours.runner.drafts.kinds == MODELLED).any(), "both have drafted"
     report = judged(path, "float32", requests, truth, drafted, **ENGINE)
     assert not report.failures, report.failures[:3]
 

@@ -251,7 +251,8 @@ def join(runner: Any) -> None:
     if (kind := config.decoupled.reconfigure) != "off":
         runner.replanning = Replanning(drafter, learning, printed=kind == "paper")
         runner.spec_rollout.listeners.append(runner.replanning)
-    placing = None if runner.model_drafter is None else Placing(runner)
+    # on the device both draft at once, and each request gets the better draft
+    placing = Placing(runner) if isinstance(runner.model_drafter, ModelDrafter) else None
     if placing is not None:
         runner.spec_rollout.listeners.append(placing)
     if config.profile != "off":
