@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 from vllm_specrollout.kernels.tree_verify.naive import TreeVerdict
 
-__all__ = ["TreeVerdict", "gumbel_noise", "tree_verify"]
+__all__ = ["TreeVerdict", "gumbel_noise", "tree_verify", "walk"]
 
 _BLOCK = 1024
 
@@ -242,11 +242,6 @@ def tree_verify(
     best_score = torch.empty(
         num_rows, num_blocks, dtype=torch.float64 if use_fp64 else torch.float32, device=logits.device
     )
-    verdict = TreeVerdict(
-        torch.empty(num_reqs, width, dtype=torch.int64, device=logits.device),
-        torch.empty(num_reqs, dtype=torch.int32, device=logits.device),
-        torch.empty(num_reqs, width, dtype=torch.int32, device=logits.device),
-    )
     if num_rows:
         _sample_blocks[(num_rows, num_blocks)](
             logits,
@@ -262,6 +257,28 @@ def tree_verify(
             USE_FP64=use_fp64,
             IS_PHILOX=is_philox,
         )
+    return walk(best_token, best_score, draft_ids, parents, cu_rows, width=width)
+
+
+def walk(
+    best_token: torch.Tensor, best_score: torch.Tensor, draft_ids: torch.Tensor, parents: torch.Tensor,
+    cu_rows: torch.Tensor, *, width: int,
+) -> TreeVerdict:  # fmt: skip
+    """Walk each request's tree by tokens that are known.
+
+    Args:
+        best_token, best_score: [L, blocks] of each row, a token of each block of the vocabulary and how it scored.
+        draft_ids, parents, cu_rows, width: as of `tree_verify`.
+
+    Returns:
+        the verdict on the R requests.
+    """
+    num_reqs, num_blocks = cu_rows.shape[0] - 1, best_token.shape[1]
+    verdict = TreeVerdict(
+        torch.empty(num_reqs, width, dtype=torch.int64, device=best_token.device),
+        torch.empty(num_reqs, dtype=torch.int32, device=best_token.device),
+        torch.empty(num_reqs, width, dtype=torch.int32, device=best_token.device),
+    )
     if num_reqs:
         _walk_trees[(num_reqs,)](
             best_token,

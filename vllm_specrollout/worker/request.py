@@ -78,10 +78,12 @@ class Desk:
         has_prompt_embeds: bool,
         follows_one_line: str = "",
         drafts_sessions: bool = True,
+        replays_traces: bool = False,
     ) -> Admission:
         """Args:
         follows_one_line: why this runner can only draft chains for the request; empty if it can draft trees.
         drafts_sessions: whether this runner admits a session anew with each of its parts.
+        replays_traces: whether a trace's tokens stand for the target's own where this runner judges drafts.
         """
         options = parse_request((params.extra_args or {}).get("spec_rollout"))
         shape, reason = request_shape(
@@ -91,7 +93,7 @@ class Desk:
                 has_thinking_budget=params.thinking_token_budget is not None,
                 has_prompt_embeds=has_prompt_embeds,
                 is_watermarked=asks_for_watermark(params),
-                is_trace_replay=bool(params.trace_decode_token_ids),
+                is_trace_replay=bool(params.trace_decode_token_ids) and not replays_traces,
                 ends_amid_drafts=is_session(params) and not (drafts_sessions and params.repetition_detection is None),
             )
         )

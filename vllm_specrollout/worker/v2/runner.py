@@ -138,6 +138,7 @@ class SpecRolloutV2(_Base):
                 has_prompt_embeds=new.prompt_embeds is not None,
                 follows_one_line=one_line_reason(params),
                 drafts_sessions=False,
+                replays_traces=True,
             )
             is_resumed = new.req_id in resumed_of(scheduler_output)
             self.host.add(HostRequest(new.req_id, admission, new.prompt_len, tokens, params.temperature, is_resumed))

@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput, SamplingMaskTensors
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 
-from vllm_specrollout.kernels.tree_verify.kernel import TreeVerdict, tree_verify
+from vllm_specrollout.kernels.tree_verify.kernel import TreeVerdict, tree_verify, walk
 from vllm_specrollout.patches import features
 from vllm_specrollout.types import IntArray
 from vllm_specrollout.worker.v2.inputs import TreeInputs
@@ -231,6 +231,10 @@ class TreeVerifier:
     ) -> TreeVerdict:
         """What these processed logits make of the rows' drafts."""
         read = (logits, rows.requests, temperature, seeds, rows.pos)
+        if getattr(self.sampler, "trace_replay_state", None) is not None:
+            tokens = self._traced(sampled_rows(self, *read), rows).int()[:, None]
+            scores = torch.zeros_like(tokens, dtype=torch.float32)
+            return walk(tokens, scores, rows.draft_ids, rows.parents, rows.starts, width=self.width)
         if not self.has_kernel:
             return chain_verdict(sampled_rows(self, *read), rows.draft_ids, rows.starts, self.width)
         return tree_verify(
@@ -242,6 +246,14 @@ class TreeVerifier:
             use_fp64=self.sampler.use_fp64_gumbel,
             is_philox=self.is_philox,
         )
+
+    def _traced(self, sampled: torch.Tensor, rows: _Rows) -> torch.Tensor:
+        """[L] the tokens of a replayed trace in the place of the target's own, for as long as it goes on."""
+        trace, states = self.sampler.trace_replay_state, self.sampler.req_states
+        index = rows.pos + 1 - states.prompt_len.gpu[rows.requests]
+        is_traced = (index >= 0) & (index < trace.trace_len.gpu[rows.requests])
+        tokens = trace.trace_token_ids.gpu[rows.requests, index.clamp(0, states.max_model_len - 1)]
+        return torch.where(is_traced, tokens.long(), sampled)
 
     @property
     def _keeps_processed(self) -> bool:
