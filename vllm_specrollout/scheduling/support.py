@@ -38,6 +38,8 @@ TABLE: tuple[Rule, ...] = (
     Rule("tensor parallel", TREE, "rank 0 drafts, all ranks verify the same tree"),
     Rule("structured outputs (grammar, JSON schema, regex)", CHAIN, "the grammar follows one line of tokens"),
     Rule("penalties and bad_words, V2 runner", CHAIN, "its kernels find a row's history in the rows before it"),
+    Rule("steps of more than 8 requests, V2 runner", CHAIN, "there, rows cost more than branches bring"),
+    Rule("beside a model that drafts, V2 runner", CHAIN, "vLLM's speculators read what is accepted in the rows' order"),
     Rule("vLLM's V1 runner on CUDA (fallback)", CHAIN, "no tree attention there; not yet run on a GPU"),
     Rule("several KV cache groups (for example sliding and full attention)", CHAIN, "one block table per group"),
     Rule("sliding windows and softcap, V2 runner", TREE, "the tree kernel computes both, layer by layer"),
@@ -69,7 +71,8 @@ TABLE: tuple[Rule, ...] = (
     ),
     Rule("prompt_embeds", OFF, "the prompt has no token ids"),
     Rule("custom logits processors", OFF, "they may keep state per request that a draft would disturb"),
-    Rule("watermarking, token trace replay", OFF, "they replace sampling"),
+    Rule("watermarking", OFF, "it replaces sampling"),
+    Rule("token trace replay, V2 runner", TREE, "the trace's token stands for the target's own at every node"),
     Rule("models with recurrent state (Mamba, linear attention)", OFF, "a rejected token cannot be taken back"),
     Rule(
         "compressed KV caches (several tokens in one state), V2 runner",
@@ -106,7 +109,7 @@ def request_shape(traits: RequestTraits) -> tuple[DraftMode, str]:
     if traits.has_prompt_embeds:
         return DraftMode.OFF, "the prompt is given as embeddings"
     if traits.is_watermarked or traits.is_trace_replay:
-        return DraftMode.OFF, "watermarking or trace replay takes the place of sampling"
+        return DraftMode.OFF, "watermarking, or a trace on this runner, takes the place of sampling"
     if traits.has_grammar:
         return DraftMode.CHAIN, "structured outputs follow one line of tokens"
     return DraftMode.TREE, ""
