@@ -231,7 +231,7 @@ def _report_of(drafting: Drafting, *, is_paused: bool) -> DraftReport:
     """What a rank with one request that drafts tells its scheduler."""
     runner: Any = object.__new__(Lane)
     host = runner.host = Host(drafting, 100)
-    host.add(HostRequest("a", Admission(RequestOptions(), "", DraftMode.TREE, 32), 4, [1, 2, 3, 4]))
+    host.add(HostRequest("a", Admission(RequestOptions(), "", DraftMode.TREE, 32), 3, [1, 2, 3, 4]))
     host.limits["b"] = 2
     runner.step, runner.max_draft_tokens, runner._levels = StepState(number=8, num_running=2), 8, 0
     runner.spec_config, runner.spec_rollout = SimpleNamespace(max_depth=8), drafting.speculator

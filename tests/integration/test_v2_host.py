@@ -175,12 +175,14 @@ def test_whoever_looks_on_is_told_of_each_step_that_came_home_before_its_request
 def test_only_known_requests_that_may_be_drafted_for_are_shown(ticking):
     recorder = Recorder()
     host = host_of(recorder, ticking)
-    host.add(request("a"))
-    host.add(request("off", DraftMode.OFF))
-    room = {"a": 2, "off": 4, "unknown": 4, "none": 0}
+    for one in (request("a"), request("off", DraftMode.OFF)):
+        host.add(one)
+        one.append([7])
+    host.add(request("in its prompt"))
+    room = {"a": 2, "off": 4, "unknown": 4, "none": 0, "in its prompt": 4}
     batch = host.batch(room, may_branch=True)
     shown = [(v.request_id, v.token_ids.tolist(), v.max_new_tokens, v.max_draft_tokens) for v in batch.views]
-    assert shown == [("a", [1, 2, 3], 10, 2)] and recorder.admitted == ["a"]
+    assert shown == [("a", [1, 2, 3, 7], 9, 2)]
     assert batch.is_chain.tolist() == [False]
     assert host.batch(room, may_branch=False).is_chain.tolist() == [True]
 
@@ -258,8 +260,9 @@ def test_a_schedule_without_its_room_leaves_the_schedulers_own_alone():
 
 def test_a_mistake_while_looking_ahead_costs_what_would_have_been_planned(ticking):
     recorder = Recorder(chain([5, 6]))
-    host = host_of(recorder, ticking)
-    host.add(request("a"))
+    host, a = host_of(recorder, ticking), request()
+    host.add(a)
+    a.append([7])
     batch = host.batch({"a": 2}, may_branch=True)
     assert host.drafting.look_ahead(batch, 1).plan.trees.num_nodes == 2
     assert host.drafting.look_ahead(host.batch({}, may_branch=True), 1) is None
