@@ -13,11 +13,11 @@ pytest.importorskip("triton")
 
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm_specrollout.kernels.tree_rows.naive import lay_out
 
 from tests.trees import chain
 from vllm_specrollout.budgets.fixed import FixedBudget
 from vllm_specrollout.errors import UnsupportedError
-from vllm_specrollout.kernels.tree_rows.naive import lay_out
 from vllm_specrollout.observe.metrics import Metrics
 from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.types import EMPTY_TREE, DraftMode, DraftTree

@@ -1,4 +1,4 @@
-"""What a step of the V2 runner makes of the tokens of steps before it: those that are home are taken in, and no others."""
+"""What a step of the V2 runner makes of the tokens of steps before it: what is home is taken in, and no more."""
 
 from __future__ import annotations
 

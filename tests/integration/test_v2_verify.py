@@ -13,8 +13,8 @@ pytest.importorskip("vllm")
 pytest.importorskip("triton")
 
 import torch
-
 from vllm_specrollout.kernels.tree_verify.naive import judge as naive_judge
+
 from vllm_specrollout.worker.v2 import verify as module
 from vllm_specrollout.worker.v2.verify import (
     MOST_COPIED_MIB,
