@@ -1,8 +1,8 @@
 """The V2 model runner with exact tree verification, whoever drafts.
 
-What belongs here: the places where vLLM's step is entered, in the order of the step. Drafts come from the device
-(lane.py), behind vLLM's own speculation, or from the host (from_host.py). What the host knows is in host.py, what of a
-tree the device is told in inputs.py, how it is attended to in attention.py, how it is sampled in verify.py.
+What belongs here: the places where vLLM's step is entered, in the order of the step. Who drafts is in lane.py, what the
+host knows in host.py, how a tree's rows are laid out in inputs.py, how they are attended to in attention.py, and how
+they are sampled in verify.py.
 """
 
 from __future__ import annotations
