@@ -172,6 +172,17 @@ def test_whoever_looks_on_is_told_of_each_step_that_came_home_before_its_request
     assert told == [(sent[0], [1], [0]), (sent[1], [2], [1])] and recorder.begun == ["a"]
 
 
+def test_steps_with_branches_are_counted_by_what_was_drafted(ticking):
+    host, a = host_of(Recorder(), ticking), request()
+    host.add(a)
+    fork = chain([8, 9])
+    fork.parents[:] = -1
+    for tree, branching in ((EMPTY_TREE, 0), (chain([8, 9]), 0), (fork, 1)):
+        host.sent(step([a], [[8, 4]], [1 + (tree.size > 0)], [tree]))
+        total = host.settle()
+        assert (total.drafting, total.branching) == (tree.size > 0, branching)
+
+
 def test_only_known_requests_that_may_be_drafted_for_are_shown(ticking):
     recorder = Recorder()
     host = host_of(recorder, ticking)

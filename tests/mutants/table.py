@@ -66,6 +66,7 @@ MUTANTS = (
         "always paused, V2 runner",
         (
             AHEAD,
+            f"{V2}::test_lora_adapters_and_the_base_model_mix_in_one_batch",
             "tests/v2/test_resumed.py",
         ),
     ),

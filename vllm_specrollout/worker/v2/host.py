@@ -71,8 +71,9 @@ class Settled:
     tokens: int = 0
     accepted: int = 0
     drafted: int = 0
-    # steps with drafts
+    # steps with drafts, and those of them in which some branch
     drafting: int = 0
+    branching: int = 0
     wait_ms: float = 0.0
     # when the last tokens came, by the host's clock; None: no step did
     home_s: float | None = None
@@ -338,6 +339,7 @@ class Host:
             total.accepted += len(accepted)
             total.drafted += step.trees.num_nodes
             total.drafting += step.trees.num_nodes > 0
+            total.branching += bool(with_branches(step.trees).any())
         self._tell_endings()
         return total
 

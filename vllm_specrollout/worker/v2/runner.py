@@ -221,7 +221,6 @@ class SpecRolloutV2(_Base):
             assert self.mover is not None and self.inputs.slots is not None
             with self.times.of("commit"):
                 self.mover.move(self.inputs.slots, *self.step.accepted)
-            self.stats.branches_committed += 1
             self.step.accepted = None
         if batch is None or output is None or self.shape[0] is DraftMode.OFF:
             return output
@@ -285,6 +284,7 @@ class SpecRolloutV2(_Base):
         self.stats.accepted += settled.accepted
         self.stats.drafted += settled.drafted
         self.stats.steps_with_drafts += settled.drafting
+        self.stats.branches_committed += settled.branching
 
     def _learn(self) -> None:
         for timing in self.host.learn():
