@@ -15,25 +15,32 @@ from typing import Any
 import numpy as np
 import torch
 from vllm import SamplingParams
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
 from vllm.v1.sample.logits_processor import LogitsProcessors
 
-from tests.faults.target import Cache, Prompted, extend, following
+from tests.faults.target import VOCAB, Cache, Prompted, extend, following
+from tests.trees import batch_of, chain
+from tests.v2.fuzz import FuzzLookup
 from vllm_specrollout import _core
 from vllm_specrollout.observe.metrics import Metrics
 from vllm_specrollout.speculator import Speculator
-from vllm_specrollout.trees.batch import over
+from vllm_specrollout.trees.batch import token_lists
 from vllm_specrollout.types import DraftMode, TreeBatch, empty_trees
 from vllm_specrollout.worker.common import Stats
 from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting
 from vllm_specrollout.worker.request import Desk, RequestBook
 from vllm_specrollout.worker.v1.runner import NOBODY, SpecRolloutV1
 from vllm_specrollout.worker.v1.runner import StepState as StepStateV1
+from vllm_specrollout.worker.v2.device_drafts import Bystander, DeviceDrafts
+from vllm_specrollout.worker.v2.device_times import DeviceTimes
 from vllm_specrollout.worker.v2.host import Host
 from vllm_specrollout.worker.v2.host import StepState as StepStateV2
-from vllm_specrollout.worker.v2.runner import SpecRolloutV2
+from vllm_specrollout.worker.v2.inputs import TreeInputs
+from vllm_specrollout.worker.v2.lane import Lane
+from vllm_specrollout.worker.v2.texts import DeviceTexts
 
 MOST_TOKENS = 160
+MOST_ROWS = 1024
 
 
 @dataclass
@@ -50,6 +57,10 @@ class Row:
     @property
     def answered(self) -> int:
         return len(self.tokens) - len(self.wanted.prompt)
+
+    def comes(self, count: int, weights: int) -> list[int]:
+        """What it goes on with."""
+        return self.wanted.go_on(self.tokens[len(self.wanted.prompt) :], count, weights)
 
 
 def prompted(prompt: Sequence[int], params: SamplingParams) -> Prompted:
@@ -255,71 +266,202 @@ class RunnerV1(SpecRolloutV1, StockV1):
                 self.device_.commit(name, states, sampled.accepted[end - count : end].tolist())
 
 
+class States:
+    """vLLM's of running requests, whose rows go from one to the next: what lies behind them may be another's."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, most_requests: int, width: int) -> None:
+        self.max_num_reqs, self.num_speculative_steps, self.max_model_len = most_requests, width, MOST_TOKENS + 64
+        self.req_id_to_index: dict[str, int] = {}
+        self.total_len = SimpleNamespace(gpu=torch.zeros(most_requests, dtype=torch.int32))
+        self.all_token_ids = SimpleNamespace(gpu=torch.zeros(most_requests, self.max_model_len, dtype=torch.int32))
+
+    def add(self, name: str) -> None:
+        taken = self.req_id_to_index.values()
+        self.req_id_to_index[name] = next(i for i in range(self.max_num_reqs) if i not in taken)
+
+    def tell(self, name: str, tokens: Sequence[int]) -> None:
+        row = self.req_id_to_index[name]
+        self.total_len.gpu[row] = len(tokens)
+        self.all_token_ids.gpu[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+
+
+class Spoilt(FuzzLookup):
+    """Looks up what comes, and often finds something else: a text that is another's, torn, or gone."""
+
+    def __init__(self, runner: Any, seed: int) -> None:
+        super().__init__(runner, {}, VOCAB, seed, quality=0.9)
+
+    def __call__(self, batch: Any, told: Any) -> Any:
+        self._runner.drafts.texts.apply()
+        return super().__call__(batch, told)
+
+    def _rest(self, name: str, row: int) -> list[int]:
+        rows, chance = self._runner.device_.rows, self._rng.random()
+        one = rows[str(self._rng.choice(list(rows)))] if chance < 0.15 else rows[name]
+        rest = [] if chance > 0.9 else one.comes(MOST_TOKENS, self._runner.device_.weights)
+        if 0.8 < chance <= 0.9 and rest:
+            torn = int(self._rng.integers(len(rest)))
+            rest = rest[:torn] + [0] * (len(rest) - torn)
+        return rest
+
+
+class Output:
+    """vLLM's of a step that is on its way: its tokens are there when somebody asks for them."""
+
+    def __init__(self, names: list[str], sampled: np.ndarray, counts: np.ndarray) -> None:
+        index = {name: i for i, name in enumerate(names)}
+        self.model_runner_output = ModelRunnerOutput(req_ids=names, req_id_to_index=index, sampled_token_ids=None)
+        self.sampled_token_ids, self.num_sampled_tokens_np = sampled, counts
+
+    def get_output(self) -> ModelRunnerOutput:
+        rows = zip(self.sampled_token_ids, self.num_sampled_tokens_np, strict=True)
+        self.model_runner_output.sampled_token_ids = [row[:count].tolist() for row, count in rows]
+        return self.model_runner_output
+
+
 class StockV2:
     """vLLM's V2 runner, as far as ours calls it."""
 
     device_: Device
 
     def _remove_request(self, name: str) -> bool:
+        self.req_states.req_id_to_index.pop(name, None)
         return self.device_.rows.pop(name, None) is not None
 
     def add_requests(self, output: Any) -> None:
         for new in output.scheduled_new_reqs:
             self._remove_request(new.req_id)
+            self.req_states.add(new.req_id)
         self.device_.take_in(output)
-
-    def update_requests(self, output: Any) -> None:
-        """Nothing is kept of how far requests are scheduled."""
+        for new in output.scheduled_new_reqs:
+            self.req_states.tell(new.req_id, self.device_.rows[new.req_id].tokens)
 
     def execute_model(self, output: Any) -> Any:
         for name in sorted(output.finished_req_ids | (output.preempted_req_ids or set())):
             self._remove_request(name)
         self.add_requests(output)
-        self.update_requests(output)
         if not output.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        names = list(output.num_scheduled_tokens)
-        trees = over(self.step.trees, names)
-        states = self.device_.compute(names, output.num_scheduled_tokens, output.scheduled_spec_decode_tokens, trees)
-        batch = SimpleNamespace(req_ids=names, num_tokens=output.total_num_scheduled_tokens)
+        batch = self.prepare_inputs(output)
+        self.inputs.slots = ()
+        names, room = batch.req_ids, np.diff(batch.cu_num_logits_np) - 1
+        trees = self._laid_out(batch, room) if self.step.has_drafts else empty_trees(names)
+        known = {name: output.num_scheduled_tokens[name] - own for name, own in zip(names, room.tolist(), strict=True)}
+        nodes = dict(zip(names, token_lists(trees), strict=True))
+        scheduled = {name: count + len(nodes[name]) for name, count in known.items()}
+        states = self.device_.compute(names, scheduled, nodes, trees)
         self.execute_model_state = SimpleNamespace(input_batch=batch, trees=trees, states=states)
         return None
 
-    def sample_tokens(self, grammar_output: Any) -> Any:
-        state, self.execute_model_state = self.execute_model_state, None
+    def prepare_inputs(self, output: Any) -> Any:
+        names = list(output.num_scheduled_tokens)
+        rooms = [len(output.scheduled_spec_decode_tokens.get(name, ())) for name in names]
+        rows = np.asarray([self.req_states.req_id_to_index[name] for name in names], np.int64)
+        logits = np.cumsum([0, *(1 + room for room in rooms)]).astype(np.int32)
+        starts = torch.tensor(np.cumsum([0, *output.num_scheduled_tokens.values()]), dtype=torch.int32)
+        return SimpleNamespace(
+            req_ids=names, num_reqs=len(names), num_tokens=output.total_num_scheduled_tokens, idx_mapping_np=rows,
+            idx_mapping=torch.from_numpy(rows), cu_num_logits_np=logits, cu_num_logits=torch.from_numpy(logits),
+            query_start_loc=starts, input_ids=torch.zeros(int(starts[-1]), dtype=torch.int32),
+            logits_indices=torch.arange(int(logits[-1])), num_draft_tokens=sum(rooms),
+        )  # fmt: skip
+
+    def _laid_out(self, batch: Any, room: np.ndarray) -> TreeBatch:
+        """The step's drafts as its rows have them; a row without a draft is none that anything follows from."""
+        tokens, parents = self.inputs.draft_ids.numpy(), self.inputs.parents.numpy()
+        trees = []
+        for first, size in zip(batch.cu_num_logits_np[:-1].tolist(), room.tolist(), strict=True):
+            own = slice(first + 1, first + 1 + size)
+            count = int(np.count_nonzero(tokens[own] >= 0))
+            assert (tokens[own][:count] >= 0).all(), "drafts lie side by side"
+            trees.append(chain(tokens[own][:count].tolist()))
+            trees[-1].parents[:] = parents[own][:count] - 1
+        return batch_of(trees, batch.req_ids)
+
+    def judge(self, withheld: str, masks: Any) -> tuple[np.ndarray, np.ndarray]:
+        """[R, some] sampled tokens, and [R] how many of them count."""
+        state = self.execute_model_state
         names, trees, states = state.input_batch.req_ids, state.trees, state.states
-        self.step.num_rows = state.input_batch.num_tokens
-        rows = np.asarray(self.device_.sample(names, states, trees, grammar_output), np.int64)
+        rows = np.asarray(self.device_.sample(names, states, trees, masks), np.int64)
         sampled, _, num_accepted, accepted = _core.walk(trees.node_start, trees.parents, trees.token_ids, rows)
         counts, ends = np.zeros(len(names), np.int32), np.cumsum(num_accepted)
+        state.accepted = [
+            accepted[end - count : end].tolist() for end, count in zip(ends, num_accepted.tolist(), strict=True)
+        ]
         for i, (name, own) in enumerate(zip(names, states, strict=True)):
+            counts[i] = 0 if own is None else 1 if name == withheld else num_accepted[i] + 1
+        return sampled, counts
+
+    def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
+        output = self.verifier(None, input_batch, self.inputs, "")[0]
+        return output, output.num_sampled, None
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        state, self._masks = self.execute_model_state, grammar_output
+        batch = state.input_batch
+        found, _, _ = self.sample(torch.zeros(len(batch.logits_indices)), batch, None)
+        self.execute_model_state = None
+        sampled, counts = found.sampled_token_ids, found.num_sampled
+        for i, (name, own) in enumerate(zip(batch.req_ids, state.states, strict=True)):
             row = self.device_.rows[name]
             if own is None:
                 row.computed += row.num_known
                 continue
-            counts[i] = num_accepted[i] + 1
             row.tokens += sampled[i, : counts[i]].tolist()
-            self.device_.commit(name, own, accepted[ends[i] - num_accepted[i] : ends[i]].tolist())
-        index = {name: i for i, name in enumerate(names)}
-        made = ModelRunnerOutput(req_ids=names, req_id_to_index=index, sampled_token_ids=None)
-        return SimpleNamespace(model_runner_output=made, sampled_token_ids=sampled, num_sampled_tokens_np=counts)
+            # a chain's stand where they belong; a tree's are moved there
+            if not self.inputs.has_branches:
+                assert state.accepted[i] == list(range(len(state.accepted[i])))
+            self.device_.commit(name, own, state.accepted[i][: counts[i] - 1])
+            self.req_states.tell(name, row.tokens)
+        self._drafted = DraftTokenIds(batch.req_ids, self.drafts.propose(batch).tolist())
+        return Output(batch.req_ids, sampled, counts)
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        return self._drafted
 
 
-class RunnerV2(SpecRolloutV2, StockV2):
+class RunnerV2(Lane, StockV2):
     """Ours, over that."""
 
-    output_copy_stream = None
+    adaptive_verification = lora_config = experts = model_drafter = execute_model_state = _drafted = _planned = None
+    _levels = 0
 
     def __init__(
-        self, device: Device, speculator: Speculator, metrics: Metrics, most_drafted: int, clock: Any, event: Any
-    ) -> None:
-        self.device_, self.spec_rollout, self.metrics = device, speculator, metrics
+        self, device: Device, speculator: Speculator, metrics: Metrics, most_drafted: int, most_requests: int,
+        history: Any, clock: Any, event: Any, seed: int,
+    ) -> None:  # fmt: skip
+        self.device_, self.spec_rollout, self.metrics, self._history = device, speculator, metrics, history
         self.max_draft_tokens, self.stats, self.desk = most_drafted, Stats(), Desk(DraftMode.TREE)
-        self.host = Host(Drafting(speculator), MOST_TOKENS, clock=clock)
-        nothing = lambda *args: None  # noqa: E731 - what is told to a device
-        self.inputs = SimpleNamespace(clear=nothing, expect=nothing)
-        self.block_tables = SimpleNamespace(apply_staged_writes=nothing)
-        self.times = SimpleNamespace(begin_step=nothing, take=list)
+        self.spec_config, self.host = SimpleNamespace(max_depth=8), Host(Drafting(speculator), MOST_TOKENS, clock=clock)
+        cpu = torch.device("cpu")
+        self.inputs, self.times = TreeInputs(most_requests, MOST_ROWS, cpu), DeviceTimes(cpu)
+        self.req_states = States(most_requests, most_drafted)
+        texts, nobody = DeviceTexts(history.texts, cpu), Bystander(most_drafted)
+        self.drafts = DeviceDrafts(nobody, 0, self.req_states, self._told_of, texts, 8, speculator.guard)
+        Spoilt(self, seed)
+        history.latest = lambda: self.latest
+        # of the drafters: history and n-grams are looked up, the first one's drafts are carried in lines
+        self._on_device, self.sources = {2, 3}, (2, 0, 4)
+        self.latest, self._withheld, self.host.came_home = NO_DRAFTS, {}, self._came_home
         self.draft_graphs = SimpleNamespace(chosen_from=lambda runner: contextlib.nullcontext())
-        self.tokens_ready, self.step, self.execute_model_state = event(), StepStateV2(), None
-        self.shape, self.mover, self._told = (DraftMode.TREE, ""), None, (0, 0, False)
+        self.verifier = _Verifier(self)
+        self.model = SimpleNamespace(compute_logits=lambda hidden: hidden)
+        self.mover = SimpleNamespace(move=lambda *args: None)
+        self.main_stream, self.output_copy_stream = None, SimpleNamespace(wait_stream=lambda stream: None)
+        self.tokens_ready, self.step = event(), StepStateV2()
+        self.shape, self._told = (DraftMode.TREE, ""), (0, 0, False)
+
+
+class _Verifier:
+    """In place of ours: what is sampled is the device's to say."""
+
+    rows_are_on_device = False
+
+    def __init__(self, runner: RunnerV2) -> None:
+        self._runner = runner
+
+    def __call__(self, logits: Any, batch: Any, inputs: TreeInputs, withheld: str) -> tuple[Any, Any]:
+        sampled, counts = self._runner.judge(withheld, self._runner._masks)
+        return SimpleNamespace(sampled_token_ids=sampled, num_sampled=counts, num_rejected=None), None

@@ -6,6 +6,7 @@ acts.py.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections import deque
@@ -17,9 +18,10 @@ from typing import Any
 import pytest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm_specrollout.kernels.tree_rows.naive import lay_out
 
 from tests.faults.breaking import Broken, Deaf, Knowing
-from tests.faults.devices import Device, RunnerV1, RunnerV2
+from tests.faults.devices import Device, Output, RunnerV1, RunnerV2
 from tests.faults.schedule import Schedule
 from tests.faults.stand_ins import Background, Clock, Disk, Event, Grammars
 from tests.faults.target import VOCAB, Cache, Prompted, extend, following, state_of
@@ -29,9 +31,11 @@ from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.config.budgets import OPTIONS
 from vllm_specrollout.config.drafters import HistoryConfig, NgramConfig
 from vllm_specrollout.drafters.history import HistoryDrafter
+from vllm_specrollout.drafters.looked_up import LookedUpHistory, LookedUpNgram
 from vllm_specrollout.drafters.ngram import NgramDrafter
 from vllm_specrollout.history.index_cache import IndexCache
 from vllm_specrollout.history.store import HistoryStore
+from vllm_specrollout.history.texts import Texts
 from vllm_specrollout.observe.guard import Guard
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.metrics import Metrics
@@ -45,6 +49,13 @@ from vllm_specrollout.worker.scheduler import endings_of
 KINDS = ("v1", "v2", "v2 ahead")
 MOST_DRAFTED = 12
 MOST_REQUESTS = 6
+WITHOUT_A_DEVICE: dict[str, Any] = {
+    "inputs.lay_out": lay_out,
+    "lane.async_copy_to_np": lambda words: words.clone().numpy(),
+    "device_drafts.get_tp_group": lambda: SimpleNamespace(rank_in_group=0, world_size=1),
+    "device_drafts.Lookup": lambda *args, **kwargs: None,
+}
+"""What of a V2 device is called by its name -> what stands in for it."""
 
 
 @dataclass
@@ -107,9 +118,13 @@ class Engine:
         history = HistoryConfig(dir=folder if chance.random() < 0.4 else "", max_mib=1, epochs=2)
         self.background = Background()
         store = HistoryStore(history, self.background.submit)
-        cache = IndexCache(history, store, lambda: self.history._make_index(), self.background, self.clock)
-        self.history = HistoryDrafter(history, MOST_DRAFTED, 2, store=store, cache=cache)
-        drafters = [self.sound, self.broken, self.history, NgramDrafter(NgramConfig(), MOST_DRAFTED, 3)]
+        if self.kind == "v1":
+            cache = IndexCache(history, store, lambda: self.history._make_index(), self.background, self.clock)
+            self.history: Any = HistoryDrafter(history, MOST_DRAFTED, 2, store=store, cache=cache)
+            ngram: Any = NgramDrafter(NgramConfig(), MOST_DRAFTED, 3)
+        else:
+            self.history, ngram = LookedUpHistory(history, self._texts, store=store), LookedUpNgram()
+        drafters = [self.sound, self.broken, self.history, ngram]
         own = self.schedule.chance("beside")
         self.metrics = Metrics(("knowing 0", "broken", "history", "ngram"))
         self._budget_name = chance.choice([name for name in OPTIONS if name != "off"])
@@ -126,6 +141,11 @@ class Engine:
             finish(ending)
 
         self.sound.finish = finishing  # type: ignore[method-assign]
+
+    def _texts(self, store: HistoryStore) -> Texts:
+        """Of few problems and tokens, so that texts come and go."""
+        config = HistoryConfig(max_mib=1, epochs=2)
+        return Texts(config, store, most_problems=2, past=2, most_tokens=2048, executor=self.background)
 
     def _watching(self, chance: random.Random) -> list[Listener]:
         """Who watches beside the metrics."""
@@ -149,22 +169,30 @@ class Engine:
         patched = SimpleNamespace(perf_counter=self.clock)
         self._patch.setattr("vllm_specrollout.worker.drafting.time", patched)
         self._patch.setattr("vllm_specrollout.worker.v1.runner.time", patched)
-        cuda = SimpleNamespace(cuda=SimpleNamespace(Event=Event))
+        late = functools.partial(Event, self.schedule.chance("device"))
+        cuda = SimpleNamespace(cuda=SimpleNamespace(Event=late))
         self._patch.setattr("vllm_specrollout.worker.v2.runner.torch", cuda)
         if self.kind == "v1":
             self.runner: Any = RunnerV1(self.device, self.speculator, self.metrics, MOST_REQUESTS)
         else:
-            self.runner = RunnerV2(self.device, self.speculator, self.metrics, MOST_DRAFTED, self.clock, Event)
+            for name, stands_in in WITHOUT_A_DEVICE.items():
+                self._patch.setattr(f"vllm_specrollout.worker.v2.{name}", stands_in)
+            self.runner = RunnerV2(
+                self.device, self.speculator, self.metrics, MOST_DRAFTED, MOST_REQUESTS, self.history, self.clock, late,
+                self.schedule.seed,
+            )  # fmt: skip
             self.scheduler.meet_workers(SimpleNamespace(take_draft_token_ids=self.runner.take_draft_token_ids))
         self.runner.weights_version._look = lambda: str(self.device.weights).encode()
 
     def _truth(self, view: RequestView, count: int) -> list[int]:
         """What comes, for drafters that know; and whether they are shown the request as it is."""
-        row = self.device.rows.get(view.request_id)
-        self._check(row is not None and view.token_ids.tolist() == row.tokens, f"{view.request_id} is shown otherwise")
+        row, shown = self.device.rows.get(view.request_id), view.token_ids.tolist()
+        # on V2 the device goes ahead of what is home
+        known = [] if row is None else row.tokens if self.kind == "v1" else row.tokens[: len(shown)]
+        self._check(row is not None and shown == known, f"{view.request_id} is shown otherwise")
         if row is None:
             return []
-        return row.wanted.go_on(row.tokens[len(row.wanted.prompt) :], count, self.device.weights)
+        return [*row.tokens[len(shown) :], *row.comes(count, self.device.weights)][:count]
 
     def _check(self, holds: bool, what: str) -> None:
         if not holds:
@@ -207,10 +235,8 @@ class Engine:
 
     def _land(self) -> None:
         output, done, weights = self._flying.popleft()
-        if self.kind != "v1" and hasattr(done, "model_runner_output"):
-            rows = zip(done.sampled_token_ids, done.num_sampled_tokens_np, strict=True)
-            done = done.model_runner_output
-            done.sampled_token_ids = [row[:count].tolist() for row, count in rows]
+        if isinstance(done, Output):
+            done = done.get_output()
         for outputs in self.scheduler.update_from_output(output, done).values():
             for one in outputs.outputs:
                 self._receive(one, weights)

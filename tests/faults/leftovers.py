@@ -7,12 +7,13 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 KEPT = re.compile(
-    r"^runner\.(host\.|drafting\.|spec_rollout\.)*(planned|_planned|step)\b|^scheduler\._report\b"
+    r"^runner\.(host\.|drafting\.|spec_rollout\.)*(planned|_planned|step|latest)\b|^scheduler\._report\b"
     r"|_store\._(requests|waiting|due|folder)|cache\._(entries|problem_of)"
+    r"|\.(texts|library)(\.plan)?\._(named|ring|waiting|unread|problems|owners)\b"
     r"|listeners\[\d\]\._(ended|timeline)\b"
 )
-"""What remembers requests on purpose: the last step until the next one, a history its answers, and what traces and
-timelines tell of the last requests."""
+"""What remembers requests on purpose: the last step and its drafts until the next one, a history and its texts their
+answers, and what traces and timelines tell of the last requests."""
 _OURS = ("vllm_specrollout", "tests.faults")
 _LEAVES = (str, bytes, int, float, bool, type(None))
 
@@ -41,7 +42,7 @@ def leftovers(roots: Mapping[str, Any], names: Collection[str]) -> Iterator[str]
                     stack.append((f"{path}[{key!r:.40}]", value, False))
                     stack.append((f"{path} key", key, False))
         elif isinstance(one, Collection):
-            if type(one).__module__ == "numpy":
+            if type(one).__module__ in ("numpy", "torch"):
                 continue
             stack += [(f"{path}[{i}]", value, False) for i, value in enumerate(list(one))]
         elif is_root or type(one).__module__.startswith(_OURS):

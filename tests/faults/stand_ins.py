@@ -33,11 +33,17 @@ class Background(Executor):
 
 
 class Event:
-    """Of a device that is never late."""
+    """Of a device that may be late, though it never lets anybody wait."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance = chance
 
     def record(self, stream: Any = None) -> None: ...
 
     def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return self._chance.random() < 0.7
 
 
 class Disk:

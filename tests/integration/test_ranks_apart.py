@@ -23,7 +23,10 @@ from vllm.v1.request import Request, RequestStatus
 from tests.drafters import views_of
 from tests.e2e.identity.engines import model
 from tests.e2e.schedulers import BLOCK, Bench
+from tests.trees import batch_of, chain
+from vllm_specrollout.budgets.fixed import FixedBudget
 from vllm_specrollout.budgets.goodput import GoodputBudget
+from vllm_specrollout.config import RequestOptions
 from vllm_specrollout.config.drafters import NgramConfig
 from vllm_specrollout.drafters.ngram import NgramDrafter
 from vllm_specrollout.observe.guard import Guard
@@ -31,8 +34,10 @@ from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.types import DraftMode, RequestBatch, RequestView, StepTiming
 from vllm_specrollout.worker.drafting import Drafting, drafted_tokens, scheduled_trees
 from vllm_specrollout.worker.models.drafter import Ranks
-from vllm_specrollout.worker.scheduler import SpecRolloutOutput
-from vllm_specrollout.worker.v2.runner import SpecRolloutV2
+from vllm_specrollout.worker.request import Admission
+from vllm_specrollout.worker.scheduler import DraftReport, SpecRolloutOutput
+from vllm_specrollout.worker.v2.host import Host, HostRequest, StepState
+from vllm_specrollout.worker.v2.lane import Lane
 
 PLACES = 6
 
@@ -217,19 +222,37 @@ def test_on_v2_no_ranks_clock_decides_how_much_room_is_left(monkeypatch: pytest.
         if rank == 0:
             for step in range(8):
                 drafting.speculator.backoff.asked(step, 2, False)  # drafts have not paid here
-        runner = SimpleNamespace(
-            drafting=drafting,
-            host=SimpleNamespace(limits={"b": 2}),
-            step=SimpleNamespace(
-                number=8, num_running=2, trees=drafting.plan(lambda: None, 8) if not rank else _none()
-            ),
-            max_draft_tokens=8,
-            shape=(DraftMode.TREE, ""),
-        )
-        reports.append(SpecRolloutV2._report(runner))  # type: ignore[arg-type]
+        reports.append(_report_of(drafting, is_paused=True))
     assert reports[0].limits == {"b": 2}
     assert (reports[0].asks_at == reports[1].asks_at) == is_apart
 
 
-def _none() -> Any:
-    return SimpleNamespace(request_ids=[], sizes=np.zeros(0, np.int32))
+def _report_of(drafting: Drafting, *, is_paused: bool) -> DraftReport:
+    """What a rank with one request that drafts tells its scheduler."""
+    runner: Any = object.__new__(Lane)
+    host = runner.host = Host(drafting, 100)
+    host.add(HostRequest("a", Admission(RequestOptions(), "", DraftMode.TREE, 32), 3, [1, 2, 3, 4]))
+    host.limits["b"] = 2
+    runner.step, runner.max_draft_tokens, runner._levels = StepState(number=8, num_running=2), 8, 0
+    runner.spec_config, runner.spec_rollout = SimpleNamespace(max_depth=8), drafting.speculator
+    runner.drafts = SimpleNamespace(is_paused=is_paused, may_branch=False)
+    runner.req_states, runner._on_device = SimpleNamespace(req_id_to_index={"a": 0}), {0}
+    return runner._report(SimpleNamespace(get_output=None))
+
+
+@pytest.mark.xfail(
+    reason="the first rank plans, and its own scheduler alone is told", strict=True, raises=AssertionError
+)
+def test_on_v2_no_rank_alone_is_told_what_the_budget_would_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their schedulers leave the same room, or the ranks compute different rows."""
+    drafting = [drafting_of(rank, Wire(), monkeypatch) for rank in (0, 1)]
+    for one in drafting:
+        one.speculator.budget = Doubtful(8, 8)
+    first, other = (_report_of(one, is_paused=False) for one in drafting)
+    assert first.limits == other.limits
+
+
+class Doubtful(FixedBudget):
+    """Believes that drafts may not pay, so whoever has none is to have no room."""
+
+    backs_off = True

@@ -17,12 +17,10 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
-from tests.trees import batch_of, chain
 from vllm_specrollout.observe.self_check import TREE_GRAPHS
-from vllm_specrollout.types import DraftMode, DraftTree
+from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.v2 import graphs as module
 from vllm_specrollout.worker.v2.graphs import TREES_UP_TO, DraftGraphs, TreeGraphs, most_requests, profiled_graphs
-from vllm_specrollout.worker.v2.inputs import TreeInputs
 from vllm_specrollout.worker.v2.lane import Lane
 
 FULL = CUDAGraphMode.FULL
@@ -30,8 +28,6 @@ PIECEWISE = BatchExecutionDescriptor(cg_mode=CUDAGraphMode.PIECEWISE, num_tokens
 # of the mode FULL: causal, for any batch
 MIXED = BatchExecutionDescriptor(cg_mode=FULL, num_tokens=512, num_reqs=256)
 ROWS = 25
-# a node with two children
-FORK = DraftTree(np.int32([5, 6, 7]), np.int32([-1, 0, 0]), np.zeros(3, np.float32), np.zeros(3, np.int32))
 
 
 class Stock:
@@ -137,14 +133,6 @@ def test_every_number_of_adapters_has_its_graphs() -> None:
         (reqs, loras) for reqs in (3, 2, 1) for loras in (0, 2)
     ]
     assert made._candidates[30, 2][0].num_active_loras == 2
-
-
-def test_what_is_expected_of_a_step_decides_before_its_inputs_are_made() -> None:
-    inputs = TreeInputs(4, 64, 8, "cpu")
-    for trees, branches in ([chain([1, 2])], False), ([chain([1]), FORK], True), ([], False):
-        inputs.clear()
-        inputs.expect(batch_of(trees))
-        assert inputs.has_branches is branches
 
 
 def _runner(

@@ -1,4 +1,4 @@
-"""The host's side of the V2 runner: what it waits for, what it learns, what it asks to be drafted."""
+"""The host's side of the V2 runner: what it takes in, what it learns, and for whom it may be drafted."""
 
 from __future__ import annotations
 
@@ -17,22 +17,14 @@ from vllm_specrollout.types import EMPTY_TREE, DraftMode, FinishReason, StepPlan
 from vllm_specrollout.worker.drafting import Drafting
 from vllm_specrollout.worker.request import Admission
 from vllm_specrollout.worker.v2.host import Host, HostRequest, InFlight
-from vllm_specrollout.worker.v2.inputs import emptied, fill
+from vllm_specrollout.worker.v2.inputs import emptied
 
 
 class Recorder:
     """In place of the speculator: drafts `tree` for everyone, and notes what it is told."""
 
     def __init__(self, tree=EMPTY_TREE):
-        self.tree, self.observed, self.times, self.forgotten, self.views, self.admitted, self.begun = (
-            tree,
-            [],
-            [],
-            [],
-            [],
-            [],
-            [],
-        )
+        self.tree, self.observed, self.times, self.forgotten, self.admitted, self.begun = tree, [], [], [], [], []
         self.guard = Guard(is_strict=True)
 
     def admit(self, view):
@@ -42,7 +34,6 @@ class Recorder:
         self.begun.append(view.request_id)
 
     def propose(self, batch, step):
-        self.views = [(v.request_id, v.token_ids.tolist(), v.max_new_tokens, v.max_draft_tokens) for v in batch.views]
         trees = batch_of([self.tree] * batch.size, batch.request_ids)
         return PlannedStep(StepPlan(trees, "recorded"), batch)
 
@@ -127,15 +118,95 @@ def test_the_last_steps_can_be_left_in_flight(ticking):
     assert host.num_in_flight == 2 and a.length == 3 + 3
 
 
-def test_only_known_requests_that_may_be_drafted_for_are_asked_about(ticking):
-    recorder = Recorder(chain([5, 6, 7]))
+def late(made, home, drafted=None):
+    """A step whose tokens are there once `home` is non-empty, and nobody may wait for them before."""
+    wait = made.wait
+    made.is_home = lambda: bool(home)
+    made.wait = lambda: wait() if home else pytest.fail("waited")
+    made.drafted = drafted
+    return made
+
+
+def test_steps_are_out_from_the_first_whose_tokens_are_not_home(ticking):
+    host, a = host_of(Recorder(), ticking), request()
+    homes = [[], [], []]
+    for home in homes:
+        host.sent(late(step([a], [[7]], [1]), home))
+    assert host.num_out == 3
+    homes[1].append(True)
+    assert host.num_out == 3, "steps are taken in one after the other"
+    homes[0].append(True)
+    assert host.num_out == 1
+    assert host.settle(host.num_out).steps == 2 and host.num_in_flight == host.num_out == 1
+
+
+def test_what_the_device_drafted_is_asked_for_when_the_tokens_are_home(ticking):
+    recorder, asked = Recorder(), []
+    host, a = host_of(recorder, ticking), request()
+    host.add(a)
+    home = []
+
+    def drafted():
+        asked.append(bool(home))
+        return batch_of([chain([8, 9, 5])], ["a"])
+
+    host.sent(late(step([a], [[8, 9, 4]], [3], rows=4), home, drafted))
+    assert host.settle(host.num_out).steps == 0 and asked == []
+    home.append(True)
+    total = host.settle(host.num_out)
+    assert (asked, total.tokens, total.accepted, total.drafted, total.drafting) == ([True], 3, 2, 3, 1)
+    ((_, trees, result),) = recorder.observed
+    assert trees.token_ids.tolist() == [8, 9, 5] and result.accepted.tolist() == [0, 1]
+    assert host.learn() == [] and recorder.times == [None]
+
+
+def test_whoever_looks_on_is_told_of_each_step_that_came_home_before_its_requests_begin(ticking):
+    recorder, told = Recorder(), []
+    host, a = host_of(recorder, ticking), request()
+    host.add(a)
+    host.came_home = lambda made, counts, result: told.append((made, counts.tolist(), result.num_accepted.tolist()))
+    sent = [step([a], [[7]], [1]), step([a], [[8, 9]], [2], [chain([8])])]
+    for one in sent:
+        host.sent(one)
+    host.settle()
+    assert told == [(sent[0], [1], [0]), (sent[1], [2], [1])] and recorder.begun == ["a"]
+
+
+def test_steps_with_branches_are_counted_by_what_was_drafted(ticking):
+    host, a = host_of(Recorder(), ticking), request()
+    host.add(a)
+    fork = chain([8, 9])
+    fork.parents[:] = -1
+    for tree, branching in ((EMPTY_TREE, 0), (chain([8, 9]), 0), (fork, 1)):
+        host.sent(step([a], [[8, 4]], [1 + (tree.size > 0)], [tree]))
+        total = host.settle()
+        assert (total.drafting, total.branching) == (tree.size > 0, branching)
+
+
+def test_only_known_requests_that_may_be_drafted_for_are_shown(ticking):
+    recorder = Recorder()
     host = host_of(recorder, ticking)
+    for one in (request("a"), request("off", DraftMode.OFF)):
+        host.add(one)
+        one.append([7])
+    host.add(request("in its prompt"))
+    room = {"a": 2, "off": 4, "unknown": 4, "none": 0, "in its prompt": 4}
+    batch = host.batch(room, may_branch=True)
+    shown = [(v.request_id, v.token_ids.tolist(), v.max_new_tokens, v.max_draft_tokens) for v in batch.views]
+    assert shown == [("a", [1, 2, 3, 7], 9, 2)]
+    assert batch.is_chain.tolist() == [False]
+    assert host.batch(room, may_branch=False).is_chain.tolist() == [True]
+
+
+def test_a_request_without_drafts_has_no_room_and_one_with_a_limit_no_more(ticking):
+    host = host_of(Recorder(), ticking)
     host.add(request("a"))
     host.add(request("off", DraftMode.OFF))
-    room = {"a": 2, "off": 4, "unknown": 4, "none": 0}
-    drafted = host.plan(room, may_branch=True, step=1, is_paused=False)
-    assert recorder.views == [("a", [1, 2, 3], 10, 2)] and recorder.admitted == ["a"]
-    assert drafted.tree(0).token_ids.tolist() == [5, 6], "no more than there is room"
+    few = Admission(RequestOptions(max_draft_tokens=3), "", DraftMode.TREE, 10)
+    host.add(HostRequest("few", few, 3, (1, 2, 3)))
+    assert host.limits == {"off": 0, "few": 3} and host.num_limited == 2
+    host.leave("off")
+    assert host.limits == {"few": 3} and host.num_limited == 2
 
 
 def test_a_request_that_is_gone_is_forgotten_but_its_tokens_on_the_way_do_no_harm(ticking):
@@ -185,7 +256,7 @@ def test_an_answer_that_ended_before_new_weights_is_said_to_be_of_the_old_ones(t
     assert recorder.observed == [0, 1]
 
 
-def test_room_that_stays_empty_is_not_run_and_the_schedule_itself_is_left_alone():
+def test_a_schedule_without_its_room_leaves_the_schedulers_own_alone():
     schedule = SimpleNamespace(
         num_scheduled_tokens={"a": 5, "b": 5, "c": 9},
         scheduled_spec_decode_tokens={"a": [-1] * 4, "b": [-1] * 4},
@@ -193,35 +264,21 @@ def test_room_that_stays_empty_is_not_run_and_the_schedule_itself_is_left_alone(
     )
     ran = emptied(schedule)
     assert ran.num_scheduled_tokens == {"a": 1, "b": 1, "c": 9} and ran.total_num_scheduled_tokens == 11
-    fill(ran, batch_of([chain([5, 6])], ["a"]))
-    assert ran.num_scheduled_tokens == {"a": 3, "b": 1, "c": 9} and ran.total_num_scheduled_tokens == 13
-    assert ran.scheduled_spec_decode_tokens == {"a": [5, 6]}
+    assert ran.scheduled_spec_decode_tokens == {}
     assert schedule.num_scheduled_tokens["a"] == 5 and schedule.total_num_scheduled_tokens == 19
+    assert schedule.scheduled_spec_decode_tokens.keys() == {"a", "b"}
 
 
-def test_a_mistake_while_drafting_costs_the_drafts_of_the_step(ticking):
+def test_a_mistake_while_looking_ahead_costs_what_would_have_been_planned(ticking):
     recorder = Recorder(chain([5, 6]))
+    host, a = host_of(recorder, ticking), request()
+    host.add(a)
+    a.append([7])
+    batch = host.batch({"a": 2}, may_branch=True)
+    assert host.drafting.look_ahead(batch, 1).plan.trees.num_nodes == 2
+    assert host.drafting.look_ahead(host.batch({}, may_branch=True), 1) is None
     recorder.guard, recorder.propose = Guard(is_strict=False), None
-    host = host_of(recorder, ticking)
-    host.add(request("a"))
-    assert host.plan({"a": 2}, may_branch=True, step=1, is_paused=False).num_nodes == 0
-    assert recorder.guard.failures == {"drafting": 1}
-
-
-def test_nobody_is_asked_in_a_paused_step(ticking):
-    recorder = Recorder(chain([5, 6]))
-    host = host_of(recorder, ticking)
-    host.add(request("a"))
-    assert host.plan({"a": 2}, may_branch=True, step=1, is_paused=True).num_nodes == 0 and recorder.views == []
-
-
-def test_a_request_that_may_not_branch_is_asked_for_a_chain(ticking):
-    recorder = Recorder()
-    host = host_of(recorder, ticking)
-    host.add(request("a"))
-    host.plan({"a": 2}, may_branch=False, step=1, is_paused=False)
-    batch = host.drafting.planned.batch
-    assert batch.is_chain.tolist() == [True]
+    assert host.drafting.look_ahead(batch, 1) is None and recorder.guard.failures == {"drafting": 1}
 
 
 def test_a_request_whose_end_was_told_does_not_begin_when_its_first_token_comes_home(ticking):
@@ -269,7 +326,7 @@ def test_a_withheld_path_meets_what_the_next_steps_decode_though_they_come_home_
     host.sent(step([a], [[8]], [1]))
     host.settle()
     assert a.buffer[: a.length].tolist() == [1, 2, 3, 7, 8] and told == [(1, 0)]
-    assert host.plan({"a": 4}, may_branch=True, step=3, is_paused=False).num_nodes == 0
+    assert list(host.drafting.withheld.held) == ["a"], "nothing is drafted for it until all of it was found again"
     host.sent(step([a], [[9]], [1]))
     host.settle()
     assert told == [(1, 0), (1, 0)] and not host.drafting.withheld.held

@@ -1,56 +1,84 @@
-"""What a step of the V2 runner does before it waits for tokens, and what after: a GPU idles for the latter."""
+"""What a step of the V2 runner makes of the tokens of steps before it: what is home is taken in, and no more."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
 
-from tests.integration.test_v2_host import Recorder, request, step
-from tests.trees import chain
+from vllm.v1.outputs import ModelRunnerOutput
+
+from tests.integration.test_v2_host import Recorder, late, request, step
+from tests.trees import batch_of, chain
 from vllm_specrollout.observe.metrics import Metrics
 from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.common import Stats
 from vllm_specrollout.worker.drafting import Drafting
+from vllm_specrollout.worker.v2 import runner as runner_module
 from vllm_specrollout.worker.v2.host import Host, StepState
-from vllm_specrollout.worker.v2.runner import SpecRolloutV2
+from vllm_specrollout.worker.v2.lane import Lane
+from vllm_specrollout.worker.v2.runner import MOST_IN_FLIGHT
+
+
+class Event:
+    """The device is never done."""
+
+    def record(self, stream):
+        """Nothing."""
+
+    def query(self):
+        return False
+
+    def synchronize(self):
+        pytest.fail("waited")
 
 
 class Stock:
     """Stands in for vLLM's runner."""
 
-    def update_requests(self, output):
-        self.log.append("requests go on")
-
     def execute_model(self, output):
-        self.update_requests(output)
-        self.log.append(("launched", output.num_scheduled_tokens, output.scheduled_spec_decode_tokens))
+        self.log.append((dict(output.num_scheduled_tokens), list(output.scheduled_spec_decode_tokens)))
+        batch = SimpleNamespace(req_ids=["a"], num_draft_tokens=4, num_reqs=1)
+        self.execute_model_state, self.step.num_rows = SimpleNamespace(input_batch=batch), 5
+
+    def sample_tokens(self, grammar_output):
+        made = ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0}, sampled_token_ids=None)
+        counts = np.array([1])
+        return SimpleNamespace(
+            model_runner_output=made, sampled_token_ids=np.array([[4]]), num_sampled_tokens_np=counts, get_output=dict
+        )
 
 
-def _runner(in_flight):
-    runner = object.__new__(type("Runner", (SpecRolloutV2, Stock), {}))
-    log, nothing = [], lambda *args: None
-    runner.log, runner.stats, runner.metrics, runner.step = log, Stats(), Metrics(()), StepState()
-    runner.host = Host(Drafting(Recorder(chain([5, 6]))), 100)
-    runner.shape, runner.inputs = (DraftMode.TREE, ""), SimpleNamespace(clear=nothing, expect=nothing)
-    runner.times = SimpleNamespace(begin_step=nothing, take=list)
-    runner.draft_graphs = SimpleNamespace(chosen_from=lambda runner: nullcontext())
-    runner.block_tables = SimpleNamespace(apply_staged_writes=lambda: log.append("tables are told"))
-    runner.host.drafting.speculator.is_paused = lambda step, num_requests: False
-    a = request()
-    runner.host.add(a)
-    if in_flight:
-        sent = step([a], [[7]], [1])
-        home = sent.wait()
-        sent.wait = lambda: log.append("waited") or home
-        runner.host.sent(sent)
-    return runner
+@pytest.fixture
+def runner(monkeypatch):
+    made, nothing = object.__new__(type("Runner", (Lane, Stock), {})), lambda *args: None
+    made.log, made.stats, made.metrics, made.step = [], Stats(), Metrics(()), StepState()
+    recorder = Recorder(chain([5, 6]))
+    recorder.is_paused, recorder.steps_off = lambda *args: False, lambda *args: 0
+    recorder.budget = SimpleNamespace(backs_off=False)
+    made.host, made.spec_rollout = Host(Drafting(recorder), 100), recorder
+    made.shape, made._levels, made.max_draft_tokens, made._withheld = (DraftMode.CHAIN, ""), 0, 4, {}
+    made.inputs, made.times = SimpleNamespace(clear=nothing), SimpleNamespace(begin_step=nothing, take=list)
+    made.spec_config, made.drafts = SimpleNamespace(max_depth=4), SimpleNamespace(is_paused=False)
+    made.req_states, made._on_device, made._planned = SimpleNamespace(req_id_to_index={"a": 0}), {0}, None
+    made.verifier, made.adaptive_verification, made.mover = SimpleNamespace(), None, None
+    made.tokens_ready, made.output_copy_stream, made._told = Event(), None, (0, 0, False)
+    made._during, made._history = nullcontext(), None
+    monkeypatch.setattr(runner_module, "torch", SimpleNamespace(cuda=SimpleNamespace(Event=Event)))
+    made.host.came_home = made._came_home
+    made.host.add(request())
+    return made
 
 
-def _schedule():
+def sent(runner, home, tokens=(7,), drafted=None):
+    runner.host.sent(late(step([runner.host.get("a")], [list(tokens)], [len(tokens)]), home, drafted))
+
+
+def schedule():
     return SimpleNamespace(
         num_scheduled_tokens={"a": 5},
         scheduled_spec_decode_tokens={"a": [-1] * 4},
@@ -61,26 +89,52 @@ def _schedule():
     )
 
 
-def test_only_what_needs_the_tokens_comes_after_the_wait_for_them():
-    runner, schedule = _runner(in_flight=True), _schedule()
-    runner.execute_model(schedule)
-    assert runner.log == ["requests go on", "tables are told", "waited", ("launched", {"a": 3}, {"a": [5, 6]})]
-    assert schedule.num_scheduled_tokens == {"a": 5}, "the scheduler's own is left alone"
-    assert runner.stats.by_part.keys() == {"wait", "draft", "idle"} and runner.stats.by_part["idle"][0] == 1
-    speculator = runner.host.drafting.speculator
-    assert len(speculator.observed) == 1 and not speculator.times, "what it cost is learned from after the launch"
+def test_a_step_takes_in_what_is_home_and_waits_for_nothing(runner):
+    """A step that is not home fails the test by being waited for."""
+    runner.spec_rollout.propose = lambda batch, step: None  # nothing is looked ahead for
+    runner.drafting.look_ahead = lambda batch, step: None
+    sent(runner, [True])
+    sent(runner, [True], (8, 9), lambda: batch_of([chain([8, 3])], ["a"]))
+    sent(runner, [])
+    runner.execute_model(schedule())
+    assert runner.log == [({"a": 5}, ["a"])] and runner.host.num_in_flight == 3, "nothing comes before the launch"
+    runner.sample_tokens(None)
+    a = runner.host.get("a")
+    assert a.buffer[: a.length].tolist() == [1, 2, 3, 7, 8, 9]
+    assert runner.host.num_in_flight == 2, "the one that was not home, and this one"
+    assert (runner.stats.accepted, runner.stats.drafted) == (1, 2)
 
 
-def test_tables_are_told_twice_in_no_step_that_waits_for_nothing():
-    """Host buffers turn with it, and the device may read the one before last as long as nobody has waited."""
-    runner = _runner(in_flight=False)
-    runner.execute_model(_schedule())
-    assert runner.log == ["requests go on", ("launched", {"a": 3}, {"a": [5, 6]})]
-    assert runner.stats.by_part.keys() == {"draft"}
+def test_what_comes_home_is_planned_from_in_the_same_step_and_verified_in_later_ones(runner):
+    seen = []
+
+    def look_ahead(batch, step):
+        seen.append([view.token_ids.tolist() for view in batch.views])
+
+    runner.drafting.look_ahead = look_ahead
+    sent(runner, [True])
+    runner.execute_model(schedule())
+    output = runner.sample_tokens(None).model_runner_output
+    assert seen == [[[1, 2, 3, 7]]]
+    assert output.report.limits == {} and output.report.most == 4
 
 
-def test_a_paused_step_waits_for_nothing_and_drafts_nothing():
-    runner = _runner(in_flight=True)
-    runner.host.drafting.speculator.is_paused = lambda step, num_requests: True
-    runner.execute_model(_schedule())
-    assert runner.log == ["requests go on", ("launched", {"a": 1}, {})] and not runner.stats.by_part
+def test_a_paused_step_leaves_its_room_to_the_device_and_plans_nothing(runner):
+    runner.drafting.look_ahead = lambda batch, step: pytest.fail("planned")
+    runner.spec_rollout.steps_off = lambda step, num_requests: 3
+    runner.execute_model(schedule())
+    assert runner.drafts.is_paused
+    report = runner.sample_tokens(None).model_runner_output.report
+    assert report.asks_at == runner.step.number + 1 + 3
+
+
+def test_nobody_drafts_and_the_mirror_still_follows(runner):
+    """However late the device seems to be, all but the last few steps are done by then."""
+    runner.drafting.look_ahead = lambda batch, step: None
+    for _ in range(MOST_IN_FLIGHT):
+        runner.host.sent(step([runner.host.get("a")], [[7]], [1]))
+        runner.host._in_flight[-1].is_home = lambda: False
+    runner.execute_model(schedule())
+    runner.tokens_ready = SimpleNamespace(record=lambda stream: None, query=lambda: True, synchronize=lambda: None)
+    runner.sample_tokens(None)
+    assert runner.host.num_in_flight == 2 and runner.host.get("a").length == 3 + MOST_IN_FLIGHT - 1

@@ -108,7 +108,7 @@ def judged(monkeypatch, num_reqs: int, width: int, top_p: float, vocab: int = 32
     )
     verifier = TreeVerifier(Sampler(num_reqs, top_p), width - 1)
     logits = torch.zeros(1, vocab).expand(rows, vocab)  # as if there were so many
-    verdict, _ = verifier._judge(logits, batch, SimpleNamespace(parents=torch.zeros(rows)))
+    verdict, _ = verifier._judge(logits, batch, SimpleNamespace(parents=torch.zeros(rows), draft_ids=torch.zeros(rows)))
     assert verdict.token_ids[:, 0].tolist() == list(range(num_reqs))
     return verifier.sampler, launches
 

@@ -23,6 +23,8 @@ HISTORY = (
     "tests/e2e/test_hostile_history.py::test_an_engine_over_a_poisoned_directory_answers_as_stock_and_keeps_its_own"
 )
 V2 = "tests/v2/test_identity.py"
+AHEAD = f"{V2}::test_drafts_made_after_scheduling_ahead_yield_stocks_tokens"
+ON_DEVICE = "tests/integration/test_v2_device_drafts.py"
 SEVERAL_DIMENSIONS = (
     "tests/{}/test_multimodal.py::test_positions_of_several_dimensions_follow_the_drafts_and_the_tokens_are_stocks"
 )
@@ -63,9 +65,31 @@ MUTANTS = (
     Mutant(
         "always paused, V2 runner",
         (
-            f"{V2}::test_drafts_made_after_scheduling_ahead_yield_stocks_tokens",
+            AHEAD,
             f"{V2}::test_lora_adapters_and_the_base_model_mix_in_one_batch",
             "tests/v2/test_resumed.py",
+        ),
+    ),
+    Mutant("drafted rows have the noise of the next position, V2 runner", (AHEAD,)),
+    Mutant("the verifier accepts one draft too many, V2 runner", (AHEAD,)),
+    # these cost speed alone, so answers say nothing of them
+    Mutant(
+        "lookups read another request's text",
+        (f"{ON_DEVICE}::test_a_lookup_is_told_where_a_request_its_problem_and_its_siblings_are",),
+    ),
+    Mutant(
+        "lines are followed whatever came since",
+        (
+            f"{ON_DEVICE}::test_a_line_goes_on_where_what_came_since_is_its_own[another token came]",
+            f"{ON_DEVICE}::test_a_line_goes_on_where_what_came_since_is_its_own[and then another]",
+            f"{ON_DEVICE}::test_a_request_has_no_draft_of_the_one_that_had_its_row",
+        ),
+    ),
+    Mutant(
+        "a row keeps the drafts of who had it before",
+        (
+            f"{ON_DEVICE}::test_a_request_has_no_draft_of_the_one_that_had_its_row",
+            f"{ON_DEVICE}::test_a_paused_engine_drafts_nothing_and_leaves_nothing_of_what_was",
         ),
     ),
     Mutant("drafters silent", (ABORTED, ONE_BY_ONE, RESUMED, MIXED)),

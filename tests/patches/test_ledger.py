@@ -84,8 +84,11 @@ OURS_HERE = {
     ("worker/models/proposing.py", "rows"),
     ("worker/v1/proposer.py", "drafter"),
     ("worker/v1/proposer.py", "proposer"),
-    ("worker/v2/proposer.py", "drafter"),
-    ("worker/v2/proposer.py", "self.host"),
+    *(
+        ("worker/v2/lane.py", name)
+        for name in ("step", "one", "self.drafts", "self.host", "self.verifier", "self._history", "self.model_drafter")
+    ),
+    ("worker/v2/host.py", "step"),
     ("worker/models/drafter.py", "self._drafting"),
     ("worker/models/drafter.py", "self._runner"),
     ("worker/v2/runner.py", "step"),
@@ -96,7 +99,7 @@ RUNNERS = (
     "worker/v1/cpu_runner.py",
     "worker/v1/cuda_runner.py",
     "worker/v2/runner.py",
-    "worker/v2/proposer.py",
+    "worker/v2/lane.py",
 )
 SCHEDULERS = ("worker/scheduler.py", "worker/v2/scheduler.py")
 

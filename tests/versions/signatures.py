@@ -31,6 +31,7 @@ RECEIVERS = {
 # what our mixins become a subclass of
 BASES = {
     "SpecRolloutV2": "vllm.v1.worker.gpu.model_runner:GPUModelRunner",
+    "Lane": "vllm.v1.worker.gpu.model_runner:GPUModelRunner",
     "SpeculatingWorker": "vllm.v1.worker.gpu_worker:Worker",
 }
 

@@ -1,7 +1,7 @@
 """Lookahead: draft tokens, or placeholders for them, that each running request gets of a step and the KV cache. Pure.
 
-Room that is not used costs no row of the forward pass, but it does take from the step's token budget and may take a KV
-block, as drafts do: neither may keep a request from being scheduled or push one out of the cache.
+Room takes from the step's token budget and may take a KV block, whether it is used or not: neither may keep a request
+from being scheduled or push one out of the cache.
 """
 
 from __future__ import annotations

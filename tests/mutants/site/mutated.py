@@ -39,7 +39,6 @@ def instead(owner, name, make):
 
 
 @fault("always paused", "vllm_specrollout.speculator")
-@fault("always paused, V2 runner", "vllm_specrollout.speculator")
 def _(module):
     instead(module.Speculator, "is_paused", lambda right: lambda self, step, num_requests: reached() or True)
 
@@ -187,6 +186,101 @@ def _(module):
         return left_out
 
     instead(module, "at_roots", make)
+
+
+# --- the lane ---------------------------------------------------------------------------------------------------------
+
+
+@fault("always paused, V2 runner", "vllm_specrollout.worker.v2.device_drafts")
+def _(module):
+    instead(module.DeviceDrafts, "_chosen", lambda right: lambda self, batch, modelled, none: reached() or none)
+
+
+@fault("drafted rows have the noise of the next position, V2 runner", "vllm_specrollout.worker.v2.verify")
+def _(module):
+    def make(right):
+        def verifies(logits, requests, temperature, seeds, pos, draft_ids, parents, *args, **options):
+            reached()
+            return right(
+                logits, requests, temperature, seeds, pos + (parents >= 0), draft_ids, parents, *args, **options
+            )
+
+        return verifies
+
+    instead(module, "tree_verify", make)
+
+
+@fault("the verifier accepts one draft too many, V2 runner", "vllm_specrollout.worker.v2.verify")
+def _(module):
+    def make(right):
+        def verifies(logits, requests, temperature, seeds, pos, draft_ids, parents, starts, **options):
+            verdict = right(logits, requests, temperature, seeds, pos, draft_ids, parents, starts, **options)
+            for request, count in enumerate(verdict.num_sampled.tolist()):
+                last = int(starts[request]) + int(verdict.path[request, count - 1])
+                rows = range(last + 1, int(starts[request + 1]))
+                below = [row for row in rows if starts[request] + parents[row] == last and draft_ids[row] >= 0]
+                if count and below:
+                    reached()
+                    verdict.token_ids[request, count - 1] = draft_ids[below[0]]
+                    verdict.token_ids[request, count] = draft_ids[below[0]]
+                    verdict.path[request, count] = below[0] - int(starts[request])
+                    verdict.num_sampled[request] += 1
+            return verdict
+
+        return verifies
+
+    instead(module, "tree_verify", make)
+
+
+@fault("lookups read another request's text", "vllm_specrollout.worker.v2.device_drafts")
+def _(module):
+    def make(right):
+        def asks(self, batch, told):
+            asked = right(self, batch, told)
+            asked[:, 0] = np.roll(asked[:, 0], 1)
+            reached()
+            return asked
+
+        return asks
+
+    instead(module.DeviceDrafts, "_asked", make)
+
+
+@fault("lines are followed whatever came since", "vllm_specrollout.worker.v2.device_drafts")
+def _(module):
+    def make(right):
+        def lined(self, batch):
+            import torch
+
+            tokens = self._states.all_token_ids
+            at = self._lines[:, :1].long().clamp(min=0) + torch.arange(module.LINE)
+            self._states.all_token_ids = type("Tokens", (), {"gpu": tokens.gpu.clone()})
+            self._states.all_token_ids.gpu.scatter_(1, at.clamp(max=self._states.max_model_len - 1), self._lines[:, 1:])
+            try:
+                return right(self, batch)
+            finally:
+                self._states.all_token_ids = tokens
+                reached()
+
+        return lined
+
+    instead(module.DeviceDrafts, "_lined", make)
+
+
+@fault("a row keeps the drafts of who had it before", "vllm_specrollout.worker.v2.device_drafts")
+def _(module):
+    def make(right):
+        def chosen(self, batch, modelled, none):
+            import torch
+
+            found, kept = right(self, batch, modelled, none), self.drafted[batch.idx_mapping].flatten(1)
+            reached()
+            is_empty = found[:, :1] < 0
+            return torch.cat([torch.where(is_empty, kept, found[:, :-1]), found[:, -1:]], dim=1)
+
+        return chosen
+
+    instead(module.DeviceDrafts, "_chosen", make)
 
 
 # --- what a drafted row computes with ---------------------------------------------------------------------------------

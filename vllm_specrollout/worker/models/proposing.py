@@ -1,7 +1,7 @@
-"""Passes of a model that drafts, and the rows of the target that it has not seen yet; the same on both runners.
+"""Passes of a model that drafts, and the rows of the target that it has not seen yet.
 
 What belongs here: who is drafted for, which rows of a step hold, and the rows of many steps kept until the model is fed
-with them. Each runner lays a pass out for its own kind of vLLM's proposers (v1/proposer.py, v2/proposer.py).
+with them. A pass is laid out for vLLM's own proposers in v1/proposer.py; V2's draft on the device.
 """
 
 from __future__ import annotations

@@ -35,6 +35,8 @@ are compiled for each of these numbers; who has more siblings than the last one 
 LINE = 64
 """Tokens that the host carries to the device of a draft which was not made there."""
 LOOKED, LINED, MODELLED = range(3)
+WITHHELD = 16
+"""Added to the kind of drafts whose verdict is withheld, so that all ranks know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ class DeviceDrafts:
         speculator.draft_token_confidence_probs = torch.zeros(most, self.width, device=self._device)
         # [rows, 3, width] int32 of each running request's next step: tokens (-1: none), parents, bits of the chances
         self.drafted = torch.full((most, 3, self.width), -1, dtype=torch.int32, device=self._device)
-        # [rows] int32 who made it
+        # [rows] int32 who made it; with `WITHHELD`, or -1
         self.kinds = torch.zeros(most, dtype=torch.int32, device=self._device)
         # [rows, 1 + LINE] int32 tokens of a request when its line begins, and the line, -1 behind its end
         self._lines = torch.full((most, 1 + LINE), -1, dtype=torch.int32, device=self._device)
@@ -132,6 +134,8 @@ class DeviceDrafts:
         """Whether it was not so when drafts were made last."""
         self.model: Any = None
         """The model whose drafts are taken; None: none are."""
+        self.withhold: Callable[[list[str]], str] = lambda names: ""
+        """Names the request of a batch whose verdict is withheld in the next step; empty: none is."""
         self.look_up: Callable[[InputBatch, Sequence[Told]], Drafts] = self._looked_up
 
     @torch.inference_mode()
@@ -186,7 +190,10 @@ class DeviceDrafts:
             best = torch.stack([(one.chances * (one.tokens >= 0)).sum(dim=1) for _, one in kinds]).argmax(dim=0)
         (names,) = self._sent(np.array([kind for kind, _ in kinds], dtype=np.int32))
         own = packed[best, torch.arange(len(told), device=self._device)]
-        return torch.cat([own.flatten(1), names[best][:, None]], dim=1)
+        chosen = torch.cat([own.flatten(1), names[best][:, None]], dim=1)
+        if (name := self.withhold(batch.req_ids)) in batch.req_ids:
+            chosen[batch.req_ids.index(name), -1] += WITHHELD
+        return chosen
 
     def _chain(self, tokens: torch.Tensor, kind: int, limits: torch.Tensor, ends: torch.Tensor) -> Drafts:
         """A chain of these tokens [R, at most K] int32, cut at a request's limit and before what ends it."""
@@ -229,6 +236,10 @@ class DeviceDrafts:
             self._lookup(*buffers, *tables, *sent, 1)
 
     # --- between host and device -------------------------------------------------------------------------------------
+
+    def withheld(self, batch: InputBatch) -> torch.Tensor:
+        """[R] bool whose verdict is withheld in the step that is verified now."""
+        return self.kinds[batch.idx_mapping] >= WITHHELD
 
     def home(self, batch: InputBatch) -> torch.Tensor:
         """[R, 3 * width + 2] int32, as in `Home`, of the step that is verified now."""

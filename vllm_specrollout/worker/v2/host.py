@@ -1,8 +1,7 @@
-"""The host's side of a step on the V2 runner: what was sampled, what to draft next.
+"""The host's side of a step on the V2 runner: what was sampled, and who may be drafted for.
 
-On this runner the tokens of a step live on the device, and the next step is scheduled before they are known. So the
-scheduler leaves room for drafts. When the next forward pass is prepared, the host waits for the tokens of the passes
-before, which is its only wait, and drafts into that room.
+On this runner the tokens of a step live on the device, and the next step is scheduled before they are known. The host
+takes steps in when their tokens are home, a step or two later, and waits for none of them while requests run.
 """
 
 from __future__ import annotations
@@ -69,8 +68,9 @@ class Settled:
     tokens: int = 0
     accepted: int = 0
     drafted: int = 0
-    # steps with drafts
+    # steps with drafts, and those of them in which some branch
     drafting: int = 0
+    branching: int = 0
 
 
 def tokens_of(output: Any, event: torch.cuda.Event) -> Callable[[], tuple[IntArray, IntArray]]:
@@ -160,7 +160,6 @@ class StepState:
     # requests without a place in the batch, and those that have just lost theirs
     waiting: int = 0
     preempted: AbstractSet[str] = frozenset()
-    is_paused: bool = False
     has_drafts: bool = False
     # most drafts of the requests that some room was left for
     room: Mapping[str, int] = field(default_factory=dict)
@@ -325,6 +324,7 @@ class Host:
             total.accepted += len(accepted)
             total.drafted += step.trees.num_nodes
             total.drafting += step.trees.num_nodes > 0
+            total.branching += bool(with_branches(step.trees).any())
         self._tell_endings()
         return total
 
@@ -343,7 +343,9 @@ class Host:
         return found
 
     def batch(self, room: Mapping[str, int], may_branch: bool) -> RequestBatch:
-        """Views of those requests that may be drafted for, as far as their tokens are known.
+        """Views of those requests that may be drafted for, as far as their tokens are known: from the first one on.
+
+        Before that a request has not begun, and whoever watches is told of no end if it never does.
 
         Args:
             room: most nodes of each.
@@ -352,7 +354,9 @@ class Host:
         views: list[RequestView] = []
         for request_id, limit in room.items():
             request = self._requests.get(request_id)
-            if request is not None and request.admission.shape is not DraftMode.OFF and limit > 0:
+            if request is None or request.length == request.begins_at:
+                continue
+            if request.admission.shape is not DraftMode.OFF and limit > 0:
                 views.append(request.seen(request.buffer[: request.length], self.max_model_len, version, limit))
         return RequestBatch.of(views, may_branch=may_branch)
 

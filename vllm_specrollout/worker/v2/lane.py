@@ -34,7 +34,7 @@ from vllm_specrollout.types import DraftLimits, DraftMode, RequestBatch, TreeBat
 from vllm_specrollout.worker.common import levels_of
 from vllm_specrollout.worker.drafting import NO_DRAFTS
 from vllm_specrollout.worker.scheduler import DraftReport
-from vllm_specrollout.worker.v2.device_drafts import LINE, NOBODY, Bystander, DeviceDrafts, Told
+from vllm_specrollout.worker.v2.device_drafts import LINE, NOBODY, WITHHELD, Bystander, DeviceDrafts, Told
 from vllm_specrollout.worker.v2.graphs import TREES_UP_TO, profiled_graphs
 from vllm_specrollout.worker.v2.host import InFlight
 from vllm_specrollout.worker.v2.inputs import emptied, holds_prompt
@@ -71,7 +71,7 @@ class Home:
         trees = proposed(
             self.request_ids, starts, tokens[is_there], parents[is_there], np.log(given[is_there]).astype(np.float32), 0
         )
-        sources = np.array(self.sources, dtype=np.int32)[np.maximum(self.words[:, -2], 0)]
+        sources = np.array(self.sources, dtype=np.int32)[np.maximum(self.words[:, -2], 0) % WITHHELD]
         trees.source[:] = np.repeat(sources, trees.sizes)
         return trees
 
@@ -135,7 +135,7 @@ class Lane(SpecRolloutV2):
             self.speculator, self._levels, self.req_states, self._told_of, texts, self.spec_config.max_depth,
             self.spec_rollout.guard, self.times,
         )  # fmt: skip
-        self.drafts.looks_up = bool(lookups)
+        self.drafts.looks_up, self.drafts.withhold = bool(lookups), self._withhold
         # tells budgets of the drafts that came home last
         self._late = lookups[0] if lookups else LateDrafts()
         self._late.latest = lambda: self.latest
@@ -152,6 +152,7 @@ class Lane(SpecRolloutV2):
         """The drafts that came home last, whatever had room, for whoever chooses how many are verified."""
         # requests whose verdict is withheld in a step that is not home yet
         self._withheld: dict[str, None] = {}
+        self._next_withheld = ""
         self.host.came_home, self.host.plan = self._came_home, self._plan
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -223,6 +224,7 @@ class Lane(SpecRolloutV2):
 
     def _begun(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
         step = self.step
+        step.withheld, self._next_withheld = self._next_withheld, ""
         if self.shape[0] is DraftMode.OFF:
             self.drafts.is_paused = True
             return emptied(scheduler_output)
@@ -230,7 +232,6 @@ class Lane(SpecRolloutV2):
         step.has_drafts = bool(step.room)
         if step.has_drafts:
             self.times.begin_step()
-            self._withhold()
             # a prompt stays with vLLM's attention, and so does all that is computed beside it
             self.inputs.has_branches = self._may_branch(step.num_running) and not holds_prompt(scheduler_output)
             if self.inputs.has_branches:
@@ -276,15 +277,13 @@ class Lane(SpecRolloutV2):
             self.step.home, self.step.drafted = home, lambda: self._came(home, words)
         return found
 
-    def _withhold(self) -> None:
-        """Now and then choose a request whose verdict is withheld, of those that were last seen with drafts."""
-        step, withheld = self.step, self.drafting.withheld
-        if self.drafting.is_drafting and withheld.drafted >= withheld.due:
-            seen = over(self.latest, list(step.room))
-            if seen.num_nodes:
-                step.withheld = withheld.choose(seen)
-        if step.withheld:
-            self._withheld[step.withheld] = None
+    def _withhold(self, names: list[str]) -> str:
+        """Now and then choose a request whose verdict is withheld in the next step, of those last seen with drafts."""
+        withheld = self.drafting.withheld
+        if withheld.drafted >= withheld.due and (seen := over(self.latest, names)).num_nodes:
+            self._next_withheld = withheld.choose(seen)
+            self._withheld |= dict.fromkeys(filter(None, [self._next_withheld]))
+        return self._next_withheld
 
     def _came(self, home: Home, words: torch.Tensor) -> TreeBatch:
         """The step's drafts are home. Until then `words` [R, 3 * K + 2] is kept, which they are copied from."""
@@ -308,7 +307,9 @@ class Lane(SpecRolloutV2):
     # --- what the host makes of it -----------------------------------------------------------------------------------
 
     def _report(self, output: Any) -> DraftReport:
-        after, limits = self.step.number + 1, self.host.limits | self._windows
+        after, limits = self.step.number + 1, self.host.limits.copy()
+        if not self.drafting.is_apart:  # each rank has a scheduler of its own there, and one of them a budget
+            limits |= self._windows
         asks_at = after + self.drafting.steps_off(after, self.step.num_running)
         report = DraftReport(asks_at, limits, {}, self._most)
         get_output, home = output.get_output, self.step.home

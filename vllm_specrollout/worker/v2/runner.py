@@ -1,8 +1,8 @@
 """The V2 model runner with exact tree verification, whoever drafts.
 
-What belongs here: the places where vLLM's step is entered, in the order of the step. Drafts come from the device
-(lane.py), behind vLLM's own speculation, or from the host (from_host.py). What the host knows is in host.py, what of a
-tree the device is told in inputs.py, how it is attended to in attention.py, how it is sampled in verify.py.
+What belongs here: the places where vLLM's step is entered, in the order of the step. Who drafts is in lane.py, what the
+host knows in host.py, how a tree's rows are laid out in inputs.py, how they are attended to in attention.py, and how
+they are sampled in verify.py.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from vllm_specrollout.types import DraftMode, FinishedRequest, empty_trees
 from vllm_specrollout.worker.arriving import is_unseeded, resumed_of, signed
 from vllm_specrollout.worker.common import Stats, config_of
 from vllm_specrollout.worker.drafting import Drafting, begin_step
-from vllm_specrollout.worker.models.drafter import ModelDrafter
 from vllm_specrollout.worker.request import Desk
 from vllm_specrollout.worker.scheduler import DraftReport, SpecRolloutOutput, endings_of, step_of, waiting_of
 from vllm_specrollout.worker.speculate import announce, make_speculator
 from vllm_specrollout.worker.v2.attention import install_tree_attention
 from vllm_specrollout.worker.v2.commit import RoutedExperts, SlotMover
+from vllm_specrollout.worker.v2.device_drafts import DeviceDrafts
 from vllm_specrollout.worker.v2.device_times import DeviceTimes
 from vllm_specrollout.worker.v2.graphs import DraftGraphs
 from vllm_specrollout.worker.v2.host import Host, HostRequest, InFlight, StepState, tokens_of
@@ -51,7 +51,8 @@ class SpecRolloutV2(_Base):
     """Mixed into vLLM's V2 runners: drafts at the last moment, verifies trees, moves what was accepted."""
 
     # a model that drafts, if any (models/drafter.py); the `DecoupledDrafter`, if any (worker.py)
-    model_drafter: ModelDrafter | None = None
+    model_drafter: Any = None
+    drafts: DeviceDrafts
     remote: Any = None
     # what its self-check found, as plain values; None: it was not checked yet
     self_check: dict[str, Any] | None = None
@@ -160,7 +161,8 @@ class SpecRolloutV2(_Base):
         with ExitStack() as self._during:
             if not dummy_run and scheduler_output.total_num_scheduled_tokens:
                 begin_step(self.weights_version, scheduler_output)
-                step.is_paused = self.drafting.is_paused(step.number, num_running)
+                # what watches is told; whether anything is drafted goes by what is asked when drafts are made
+                self.drafting.is_paused(step.number, num_running)
                 scheduler_output = self._begun(scheduler_output)
             output = super().execute_model(scheduler_output, *args, **kwargs)
         return output
@@ -203,7 +205,7 @@ class SpecRolloutV2(_Base):
                 logits, input_batch, grammar_output.structured_output_request_ids, grammar_output.grammar_bitmask
             )
         with self.times.of("verify"):
-            output, path = self.verifier(logits, input_batch, self.inputs, self.step.withheld)
+            output, path = self.verifier(logits, input_batch, self.inputs, self.drafts.withheld(input_batch))
         if self.inputs.has_branches:
             self.step.accepted = (input_batch.query_start_loc, path, output.num_sampled)
             if self.experts is not None:  # before vLLM takes them
@@ -219,7 +221,6 @@ class SpecRolloutV2(_Base):
             assert self.mover is not None and self.inputs.slots is not None
             with self.times.of("commit"):
                 self.mover.move(self.inputs.slots, *self.step.accepted)
-            self.stats.branches_committed += 1
             self.step.accepted = None
         if batch is None or output is None or self.shape[0] is DraftMode.OFF:
             return output
@@ -274,6 +275,7 @@ class SpecRolloutV2(_Base):
         self.stats.accepted += settled.accepted
         self.stats.drafted += settled.drafted
         self.stats.steps_with_drafts += settled.drafting
+        self.stats.branches_committed += settled.branching
 
     def _learn(self) -> None:
         for timing in self.host.learn():

@@ -1,8 +1,8 @@
-"""The schedulers for the V2 runner: stock vLLM's, leaving room for drafts that the worker will make.
+"""The schedulers for the V2 runner: stock vLLM's, leaving room for drafts that the device makes.
 
 The next step is scheduled before this step's tokens are known, so drafts cannot be scheduled; room for them can. Every
-running request gets placeholders, the worker fills as many as its drafts need and runs no row for the rest. Stock
-code takes what was not accepted, filled or not, back from the request's counters.
+running request gets placeholders, as many as the worker's last report says. Stock code takes what was not accepted,
+filled or not, back from the request's counters.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class TreeVerifier:
         self.has_kernel = True
 
     def __call__(
-        self, logits: torch.Tensor, batch: InputBatch, inputs: TreeInputs, withheld: str = ""
+        self, logits: torch.Tensor, batch: InputBatch, inputs: TreeInputs, withheld: torch.Tensor
     ) -> tuple[SamplerOutput, torch.Tensor]:
         """Judge the step's drafts.
 
@@ -129,7 +129,8 @@ class TreeVerifier:
             logits: [L, vocabulary] the target's, a root row and its nodes' rows for each request.
             batch: the step.
             inputs: its trees.
-            withheld: the request that gets the first token of its path alone; the others stand behind it all the same.
+            withheld: [R] bool: requests that get the first token of their path alone; the others stand behind it all
+                the same.
 
         Returns:
             vLLM's sampler output, sampled tokens [R, width]; and [R, width] int32, the rows (counted from the request's
@@ -138,8 +139,7 @@ class TreeVerifier:
         sampler = self.sampler
         num_nans = get_num_nans(logits) if sampler.compute_nans else None
         verdict, processed = self._judge(logits, batch, inputs)
-        if withheld in batch.req_ids:
-            verdict.num_sampled[batch.req_ids.index(withheld)].clamp_(max=1)
+        verdict.num_sampled.clamp_(max=torch.where(withheld, 1, self.width))
         is_processed = sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
         sampled_from = processed if is_processed and processed is not None else logits
         logprobs = self._logprobs(sampled_from, verdict, batch)

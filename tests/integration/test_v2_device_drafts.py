@@ -1,0 +1,132 @@
+"""Whose drafts a request gets on the device, and what is kept of them; how they are looked up is another matter."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("triton")
+
+import torch
+
+from tests.faults.devices import States
+from tests.faults.hosts import WITHOUT_A_DEVICE
+from vllm_specrollout.observe.guard import Guard
+from vllm_specrollout.worker.v2.device_drafts import LINE, LINED, LOOKED, NOBODY, Bystander, DeviceDrafts, Drafts, Told
+
+WIDTH = 4
+
+
+@pytest.fixture
+def drafts(monkeypatch: pytest.MonkeyPatch) -> DeviceDrafts:
+    """Of two running requests, `a` in row 0 and `b` in row 1, for which nothing is looked up."""
+    for name in ("get_tp_group", "Lookup"):
+        stands_in = WITHOUT_A_DEVICE[f"device_drafts.{name}"]
+        monkeypatch.setattr(f"vllm_specrollout.worker.v2.device_drafts.{name}", stands_in)
+    states = States(3, WIDTH)
+    for name in ("a", "b"):
+        states.add(name)
+        states.tell(name, [1, 2, 3])
+    told = {name: Told(-1, (), np.int32([9]), WIDTH, True) for name in ("a", "b")}
+    made = DeviceDrafts(Bystander(WIDTH), 0, states, lambda name: told[name], None, 4, Guard(is_strict=True))
+    made.told, made.looks_up = told, False
+    return made
+
+
+def batch_of(*names: str) -> SimpleNamespace:
+    rows = np.array(["ab".index(name) for name in names])
+    return SimpleNamespace(
+        req_ids=list(names), num_reqs=len(names), idx_mapping=torch.from_numpy(rows), idx_mapping_np=rows
+    )
+
+
+def carry(drafts: DeviceDrafts, row: int, begin: int, line: list[int]) -> None:
+    lines = np.full((1, 1 + LINE), -1, dtype=np.int32)
+    lines[0, 0], lines[0, 1 : 1 + len(line)] = begin, line
+    drafts.carry(np.int32([row]), lines)
+
+
+@pytest.mark.parametrize(
+    "since, left",
+    [
+        ([], [4, 5, 6, 7]),
+        ([4], [5, 6, 7, 8]),
+        ([4, 5, 6, 7], [8, -1, -1, -1]),
+        ([4, 5, 6, 7, 8], [-1] * 4),
+        ([5], [-1] * 4),
+        ([4, 6], [-1] * 4),
+    ],
+    ids=["nothing came", "its first came", "all but one", "all", "another token came", "and then another"],
+)
+def test_a_line_goes_on_where_what_came_since_is_its_own(
+    drafts: DeviceDrafts, since: list[int], left: list[int]
+) -> None:
+    carry(drafts, 0, 3, [4, 5, 6, 7, 8])
+    drafts._states.tell("a", [1, 2, 3, *since])
+    assert drafts.propose(batch_of("a", "b")).tolist() == [left, [-1] * 4]
+    assert drafts.drafted[:2, 0].tolist() == [left, [-1] * 4] and drafts.kinds[0] == LINED
+
+
+def test_a_line_ends_before_what_ends_its_request_and_where_its_room_does(drafts: DeviceDrafts) -> None:
+    for row in (0, 1):
+        carry(drafts, row, 3, [4, 5, 9, 6])
+    drafts.told["b"] = Told(-1, (), np.int32([]), 1, True)
+    assert drafts.propose(batch_of("a", "b")).tolist() == [[4, 5, -1, -1], [4, -1, -1, -1]]
+    drafts.told["a"] = NOBODY
+    assert drafts.propose(batch_of("a")).tolist() == [[-1] * 4]
+
+
+def test_a_request_has_no_draft_of_the_one_that_had_its_row(drafts: DeviceDrafts) -> None:
+    carry(drafts, 0, 3, [4, 5, 6, 7])
+    assert drafts.propose(batch_of("a")).tolist() == [[4, 5, 6, 7]]
+    # another one in its row, which the line is not of
+    drafts._states.tell("a", [8, 8, 8, 8])
+    assert drafts.propose(batch_of("a")).tolist() == [[-1] * 4] and (drafts.drafted[0, 0] == -1).all()
+
+
+def test_each_request_gets_the_draft_of_which_most_is_expected(drafts: DeviceDrafts) -> None:
+    for row in (0, 1):
+        carry(drafts, row, 3, [4, 5, 6, 7])
+    # of nodes that are not there, nothing is expected
+    tokens, parents = torch.tensor([[7, 8, -1, -1], [7, -1, -1, -1]]).int(), torch.tensor([[-1, -1, 5, 5]] * 2).int()
+    chances = torch.tensor([[1.0, 0.9, 9.0, 9.0], [0.9, 9.0, 9.0, 9.0]])
+    drafts.looks_up, drafts.look_up = True, lambda batch, told: Drafts(tokens, parents, chances)
+    assert drafts.propose(batch_of("a", "b")).tolist() == [[7, 8, -1, -1], [4, 5, 6, 7]]
+    assert drafts.kinds[:2].tolist() == [LOOKED, LINED] and drafts.drafted[0, 1].tolist()[:2] == [-1, -1]
+    drafts.rate([0.7, 0.1, 0.7])
+    drafts.propose(batch_of("a", "b"))
+    assert drafts.kinds[:2].tolist() == [LOOKED, LOOKED], "lines have not held lately"
+
+
+def test_a_paused_engine_drafts_nothing_and_leaves_nothing_of_what_was(drafts: DeviceDrafts) -> None:
+    carry(drafts, 0, 3, [4, 5, 6, 7])
+    drafts.propose(batch_of("a"))
+    drafts.is_paused = True
+    assert drafts.propose(batch_of("a")).tolist() == [[-1] * 4] and (drafts.drafted[0, 0] == -1).all()
+
+
+def test_what_fails_costs_a_step_its_drafts(drafts: DeviceDrafts) -> None:
+    carry(drafts, 0, 3, [4, 5, 6, 7])
+    drafts._guard, drafts.looks_up = Guard(is_strict=False), True
+    drafts.look_up = lambda batch, told: 1 // 0
+    assert drafts.propose(batch_of("a")).tolist() == [[-1] * 4]
+    assert drafts._guard.failures == {"drafting": 1}
+
+
+def test_a_lookup_is_told_where_a_request_its_problem_and_its_siblings_are(drafts: DeviceDrafts) -> None:
+    told = [Told(5, ("a", "gone"), NOBODY.ends, 4, True), Told(-1, (), NOBODY.ends, 4, True)]
+    asked = drafts._asked(batch_of("b", "a"), told)
+    assert asked.tolist() == [[1, 5, 0], [0, -1, -1]]
+
+
+def test_what_comes_home_is_what_the_step_had(drafts: DeviceDrafts) -> None:
+    carry(drafts, 1, 3, [4, 5, 6, 7])
+    drafts.propose(batch_of("a", "b"))
+    batch = batch_of("b", "a")
+    batch.cu_num_logits = torch.tensor([0, 3, 4], dtype=torch.int32)
+    words = drafts.home(batch)
+    assert words[:, :WIDTH].tolist() == [[4, 5, 6, 7], [-1] * 4]
+    assert words[0, -2] == LINED and words[:, -1].tolist() == [2, 0], "rows that it had, whatever was drafted"
