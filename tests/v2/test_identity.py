@@ -17,6 +17,7 @@ from tests.e2e.identity.check import VOCAB, check_identity, fuzz, judged
 from tests.e2e.identity.compare import run
 from tests.e2e.identity.engines import Engine, engine
 from tests.v2.models import small_model as model
+from vllm_specrollout.worker.v2.graphs import TREES_UP_TO
 
 # requests with a grammar are test_grammar.py's
 FEATURES = tuple(name for name in features(VOCAB) if name not in (*ALONE, "regex", "choice", "json"))
@@ -32,6 +33,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _drafted_trees(ours: Engine) -> None:
     assert ours.runner.shape[0].value == "tree"
+    ours.runner.settle()
     assert ours.runner.stats.branches_committed > 0
     # the name under which trainers look for what drafts
     assert ours.runner.drafter is ours.runner.spec_rollout
@@ -52,7 +54,8 @@ def test_trees_yield_stocks_tokens_for_every_feature(models: Path) -> None:
     for budget in (0, 2):
         params = {"max_tokens": 6, "ignore_eos": True, "seed": budget, "thinking_token_budget": budget}
         requests.append(Case("on a budget", f"budget {budget}", [9, 8, 7, BEGINS], params))
-    settings = {**ENGINE, "reasoning_config": THINKING}
+    # as many as trees are drafted for
+    settings = {**ENGINE, "max_num_seqs": TREES_UP_TO, "reasoning_config": THINKING}
     check_identity(
         model(models, "qwen3", "float32"), "float32", requests, spec_rollout=TREE, inspect=_drafted_trees, **settings
     )

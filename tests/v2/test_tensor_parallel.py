@@ -60,6 +60,5 @@ def test_two_ranks_verify_the_same_trees_and_yield_stocks_tokens(tmp_path: Path)
             "penalties count the rows before a row": 1,
             "structured outputs follow one line of tokens": 1,
         }
-    assert all(stats["branches_committed"] > 0 for stats in by_oracle["stats"])
     # what fails on the first rank costs drafts on both, and nobody waits for the other
     assert by_model["failures"][0] > 0 == by_model["failures"][1]

@@ -26,7 +26,8 @@ def test_answers_are_stocks_though_many_verdicts_are_withheld(
     def inspect(ours: Engine) -> None:
         (stats,) = ours.llm.collective_rpc("spec_rollout_stats")
         assert stats["withheld_checked"] > 5 and stats["withheld_differing"] == 0
-        assert not ours.runner.drafting.withheld.held
+        # the runner learns with the next step that the last ones are over
+        assert set(ours.runner.drafting.withheld.held) <= set(ours.runner.host._requests)
 
     check_identity(
         small_model(tmp_path, "qwen3", "float32"),
