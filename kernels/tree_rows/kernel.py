@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def _lay_out(
-    drafted_ptr, rows_ptr, cu_logits_ptr, starts_ptr, input_ids_ptr,
+    drafted_ptr, stride, rows_ptr, cu_logits_ptr, starts_ptr, input_ids_ptr,
     parents_ptr, draft_ids_ptr, num_nodes_ptr, ancestors_ptr, shift_ptr,
     MOST: tl.constexpr, NODES: tl.constexpr, HAS_BRANCHES: tl.constexpr,
 ):  # fmt: skip
@@ -22,7 +22,7 @@ def _lay_out(
     size = tl.load(cu_logits_ptr + request + 1) - first - 1
     root = tl.load(starts_ptr + request + 1) - size - 1
     node = tl.arange(0, NODES)
-    own = drafted_ptr + tl.load(rows_ptr + request).to(tl.int64) * 3 * MOST
+    own = drafted_ptr + tl.load(rows_ptr + request).to(tl.int64) * stride
     token = tl.load(own + node, mask=node < size, other=-1)
     above = tl.load(own + MOST + node, mask=node < size, other=-1)
     is_there = token >= 0
@@ -62,7 +62,8 @@ def lay_out(
     """Lay the drafts of a step's requests out over its rows.
 
     Args:
-        drafted: [requests' rows, 3, K] int32 tokens (-1: none), and the node that each hangs on (-1: the root).
+        drafted: [requests' rows, 3, K] int32 tokens (-1: none), and the node that each hangs on (-1: the root); of a
+            row one behind the other.
         rows: [R] int64 each request's row of `drafted`.
         cu_logits: [R + 1] int32 first row of logits of each request: its root's, then one for each draft.
         starts: [R + 1] int32 first row of each request in the step; its last ones are those with logits.
@@ -75,6 +76,7 @@ def lay_out(
     """
     most = drafted.shape[2]
     _lay_out[(len(rows),)](
-        drafted, rows, cu_logits, starts, input_ids, parents, draft_ids, num_nodes, ancestors, shift,
+        drafted, drafted.stride(0), rows, cu_logits, starts, input_ids,
+        parents, draft_ids, num_nodes, ancestors, shift,
         MOST=most, NODES=triton.next_power_of_2(most), HAS_BRANCHES=has_branches, num_warps=1,
     )  # fmt: skip

@@ -115,10 +115,10 @@ class DeviceDrafts:
         speculator.propose = self.propose
         self._speculator = speculator
         speculator.draft_token_confidence_probs = torch.zeros(most, self.width, device=self._device)
-        # [rows, 3, width] int32 of each running request's next step: tokens (-1: none), parents, bits of the chances
-        self.drafted = torch.full((most, 3, self.width), -1, dtype=torch.int32, device=self._device)
-        # [rows] int32 who made it; with `WITHHELD`, or -1
-        self.kinds = torch.zeros(most, dtype=torch.int32, device=self._device)
+        # [rows, 3 * width + 1] int32 of each running request's next step: tokens (-1: none), parents, bits of the
+        # chances; and who made it, with `WITHHELD`, or -1
+        self._words = torch.full((most, 3 * self.width + 1), -1, dtype=torch.int32, device=self._device)
+        self.drafted, self.kinds = self._words[:, :-1].unflatten(1, (3, self.width)), self._words[:, -1]
         # [rows, 1 + LINE] int32 tokens of a request when its line begins, and the line, -1 behind its end
         self._lines = torch.full((most, 1 + LINE), -1, dtype=torch.int32, device=self._device)
         self.has_lines = False
@@ -160,10 +160,10 @@ class DeviceDrafts:
         if group.world_size > 1:
             # texts come when they come, and all ranks must compute the same rows
             packed = group.broadcast(packed, src=0)
-        own = packed[:, :-1].view(-1, 3, self.width)
-        self.drafted[input_batch.idx_mapping], self.kinds[input_batch.idx_mapping] = own, packed[:, -1]
-        self._tell_confidence(own)
-        return own[:, 0].long()
+        self._words[input_batch.idx_mapping] = packed
+        if getattr(self._speculator, "enable_adaptive_verification", False):
+            self._tell_confidence(packed)
+        return packed[:, : self.width].long()
 
     def _chosen(self, batch: InputBatch, modelled: torch.Tensor | None, none: torch.Tensor) -> torch.Tensor:
         """[R, 3 * width + 1] int32 per request the drafts of which most tokens are expected, and whose they are."""
@@ -181,16 +181,15 @@ class DeviceDrafts:
             kinds.append((MODELLED, self._chain(own, MODELLED, limits, ends)))
         if not kinds:
             return none
-        packed = torch.stack(
-            [torch.stack([one.tokens, one.parents, one.chances.view(torch.int32)], dim=1) for _, one in kinds]
-        )
+        packed = [torch.cat([one.tokens, one.parents, one.chances.view(torch.int32)], dim=1) for _, one in kinds]
         if len(kinds) == 1:
-            best = torch.zeros(len(told), dtype=torch.int64, device=self._device)
+            none[:, :-1], none[:, -1] = packed[0], kinds[0][0]
+            chosen = none
         else:
             best = torch.stack([(one.chances * (one.tokens >= 0)).sum(dim=1) for _, one in kinds]).argmax(dim=0)
-        (names,) = self._sent(np.array([kind for kind, _ in kinds], dtype=np.int32))
-        own = packed[best, torch.arange(len(told), device=self._device)]
-        chosen = torch.cat([own.flatten(1), names[best][:, None]], dim=1)
+            (names,) = self._sent(np.array([kind for kind, _ in kinds], dtype=np.int32))
+            own = torch.stack(packed)[best, torch.arange(len(told), device=self._device)]
+            chosen = torch.cat([own, names[best][:, None]], dim=1)
         if (name := self.withhold(batch.req_ids)) in batch.req_ids:
             chosen[batch.req_ids.index(name), -1] += WITHHELD
         return chosen
@@ -218,11 +217,14 @@ class DeviceDrafts:
         found = line.gather(1, left.clamp(0, LINE - 1))
         return torch.where(is_good & (left < LINE), found, -1)
 
-    def _tell_confidence(self, own: torch.Tensor) -> None:
+    def _tell_confidence(self, packed: torch.Tensor) -> None:
         """Each draft's chance over that of the one before it: their product, by which rows are given, is its own."""
-        chances = torch.where(own[:, 0] >= 0, own[:, 2].contiguous().view(torch.float32), 0.0)
+        bits = packed[:, 2 * self.width : 3 * self.width].contiguous().view(torch.float32)
+        chances = torch.where(packed[:, : self.width] >= 0, bits, 0.0)
         before = torch.cat([torch.ones_like(chances[:, :1]), chances[:, :-1]], dim=1)
-        self._speculator.draft_token_confidence_probs[: len(own)] = (chances / before.clamp(min=1e-9)).clamp_(max=1.0)
+        self._speculator.draft_token_confidence_probs[: len(packed)] = (chances / before.clamp(min=1e-9)).clamp_(
+            max=1.0
+        )
 
     def warm_up(self) -> None:
         """Compile what steps launch, for rows that have no tokens: of these numbers of siblings, and few ends."""
@@ -241,11 +243,13 @@ class DeviceDrafts:
         """[R] bool whose verdict is withheld in the step that is verified now."""
         return self.kinds[batch.idx_mapping] >= WITHHELD
 
-    def home(self, batch: InputBatch) -> torch.Tensor:
-        """[R, 3 * width + 2] int32, as in `Home`, of the step that is verified now."""
-        rows = batch.idx_mapping
-        sizes = (batch.cu_num_logits[1:] - batch.cu_num_logits[:-1] - 1).clamp_(min=0)
-        return torch.cat([self.drafted[rows].flatten(1), self.kinds[rows, None], sizes[:, None].int()], dim=1)
+    def home(self, batch: InputBatch, *, rows_are_on_device: bool) -> torch.Tensor:
+        """[R, 3 * width + 1] int32, as in `Home`, of the step that is verified now; where the device alone knows how
+        many drafts have rows, those numbers follow."""
+        own = self._words[batch.idx_mapping]
+        if not rows_are_on_device:
+            return own
+        return torch.cat([own, (batch.cu_num_logits[1:] - batch.cu_num_logits[:-1] - 1)[:, None]], dim=1)
 
     def put(self, request_id: str, tokens: Sequence[int], parents: Sequence[int]) -> None:
         """Have a running request drafted for with these nodes in its next step."""

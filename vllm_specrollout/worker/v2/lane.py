@@ -30,7 +30,7 @@ from vllm_specrollout.drafters.looked_up import LateDrafts, LookedUpHistory
 from vllm_specrollout.observe.guard import CONTAINED
 from vllm_specrollout.speculator import PlannedStep
 from vllm_specrollout.trees.batch import cut, first_paths, over, proposed
-from vllm_specrollout.types import DraftLimits, DraftMode, RequestBatch, TreeBatch
+from vllm_specrollout.types import DraftLimits, DraftMode, IntArray, RequestBatch, TreeBatch
 from vllm_specrollout.worker.common import levels_of
 from vllm_specrollout.worker.drafting import NO_DRAFTS
 from vllm_specrollout.worker.scheduler import DraftReport
@@ -54,14 +54,17 @@ class Home:
     """A step's drafts on their way to the host; they are there when the step's tokens are."""
 
     request_ids: list[str]
-    # [R, 3 * K + 2] int32 tokens, parents, bits of the chances; who made the draft; how many of it had rows
+    # [R, 3 * K + 1] int32 tokens, parents, bits of the chances, and who made the draft; or one more: as `rows`
     words: np.ndarray
+    # [R] how many of each draft had rows; None: `words` say
+    rows: IntArray | None
     # sources of the kinds of drafts
     sources: tuple[int, ...]
 
     def proposed(self) -> TreeBatch:
         """All that was drafted, whatever had room."""
-        tokens, parents, chances = np.split(self.words[:, :-2], 3, axis=1)
+        most = (self.words.shape[1] - 1) // 3
+        tokens, parents, chances = np.split(self.words[:, : 3 * most], 3, axis=1)
         is_there = tokens >= 0
         own = np.ascontiguousarray(chances).view(np.float32)
         # of a node, given its parent
@@ -71,13 +74,17 @@ class Home:
         trees = proposed(
             self.request_ids, starts, tokens[is_there], parents[is_there], np.log(given[is_there]).astype(np.float32), 0
         )
-        sources = np.array(self.sources, dtype=np.int32)[np.maximum(self.words[:, -2], 0) % WITHHELD]
+        sources = np.array(self.sources, dtype=np.int32)[np.maximum(self.words[:, 3 * most], 0) % WITHHELD]
         trees.source[:] = np.repeat(sources, trees.sizes)
         return trees
 
     def drafted(self) -> TreeBatch:
         """What of it was verified."""
-        return cut(self.proposed(), self.words[:, -1])
+        return self.cut(self.proposed())
+
+    def cut(self, proposed: TreeBatch) -> TreeBatch:
+        """What of this was verified."""
+        return cut(proposed, self.words[:, -1] if self.rows is None else self.rows)
 
 
 @contextmanager
@@ -270,10 +277,12 @@ class Lane(SpecRolloutV2):
         found = super().sample(hidden_states, input_batch, grammar_output)
         if self.step.has_drafts or self.drafts.are_fresh:
             # on the stream on which vLLM copies the tokens next, so that one event says that all of it is there
-            words = self.drafts.home(input_batch)
+            is_known = not self.verifier.rows_are_on_device
+            words = self.drafts.home(input_batch, rows_are_on_device=not is_known)
             self.output_copy_stream.wait_stream(self.main_stream)
             with torch.cuda.stream(self.output_copy_stream):
-                home = Home(input_batch.req_ids, async_copy_to_np(words), self.sources)
+                rows = np.diff(input_batch.cu_num_logits_np) - 1 if is_known else None
+                home = Home(input_batch.req_ids, async_copy_to_np(words), rows, self.sources)
             self.step.home, self.step.drafted = home, lambda: self._came(home, words)
         return found
 
@@ -286,12 +295,12 @@ class Lane(SpecRolloutV2):
         return self._next_withheld
 
     def _came(self, home: Home, words: torch.Tensor) -> TreeBatch:
-        """The step's drafts are home. Until then `words` [R, 3 * K + 2] is kept, which they are copied from."""
+        """The step's drafts are home. Until then `words` is kept, which they are copied from."""
         self.latest = home.proposed()
         if self._history is not None:
             self._history.lookups += self.latest.num_requests
             self._history.hits += int(np.count_nonzero(self.latest.sizes))
-        return home.drafted()
+        return home.cut(self.latest)
 
     def _came_home(self, step: InFlight) -> None:
         self._withheld.pop(step.withheld, None)
