@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,8 +39,7 @@ WITHHELD = 16
 """Added to the kind of drafts whose verdict is withheld, so that all ranks know."""
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
+class Told(NamedTuple):
     """What the host knows of one request that runs."""
 
     # of its problem's earlier answers; -1: there are none
@@ -168,17 +167,19 @@ class DeviceDrafts:
     def _chosen(self, batch: InputBatch, modelled: torch.Tensor | None, none: torch.Tensor) -> torch.Tensor:
         """[R, 3 * width + 1] int32 per request the drafts of which most tokens are expected, and whose they are."""
         told = [self._told(name) for name in batch.req_ids]
-        limits, ends = self._sent(self._limits(told), self._ends(told))
         kinds: list[tuple[int, Drafts]] = []
         if self.looks_up and not self.is_paused:
             with self._times.of("lookup"):
                 kinds.append((LOOKED, self.look_up(batch, told)))
+        chains: list[tuple[int, torch.Tensor]] = []
         if self.has_lines and not self.is_paused:
-            kinds.append((LINED, self._chain(self._lined(batch), LINED, limits, ends)))
+            chains.append((LINED, self._lined(batch)))
         if modelled is not None and self.model is not None:
             has_room = self._states.total_len.gpu[batch.idx_mapping].long() < self.model.most_tokens
-            own = torch.where(has_room[:, None], modelled.int(), -1)
-            kinds.append((MODELLED, self._chain(own, MODELLED, limits, ends)))
+            chains.append((MODELLED, torch.where(has_room[:, None], modelled.int(), -1)))
+        if chains:
+            limits, ends = self._sent(self._limits(told), self._ends(told))
+            kinds += [(kind, self._chain(tokens, kind, limits, ends)) for kind, tokens in chains]
         if not kinds:
             return none
         packed = [torch.cat([one.tokens, one.parents, one.chances.view(torch.int32)], dim=1) for _, one in kinds]
@@ -331,15 +332,16 @@ class DeviceDrafts:
 
     def _sent(self, *arrays: IntArray) -> list[torch.Tensor]:
         """These arrays of int32 on the device, by one copy; each begins where 16 bytes do."""
-        starts = np.cumsum([0, *(-(-array.size // 4) * 4 for array in arrays)])
-        words = torch.zeros(int(starts[-1]), dtype=torch.int32, pin_memory=PIN_MEMORY)
-        for begin, array in zip(starts.tolist(), arrays, strict=False):
-            words[begin : begin + array.size] = torch.from_numpy(array.reshape(-1))
+        bounds, size = [], 0
+        for array in arrays:
+            bounds.append((size, size + array.size))
+            size += -(-array.size // 4) * 4
+        words = torch.zeros(size, dtype=torch.int32, pin_memory=PIN_MEMORY)
+        own = words.numpy()
+        for (begin, end), array in zip(bounds, arrays, strict=True):
+            own[begin:end] = array.reshape(-1)
         there = torch.empty_like(words, device=self._device).copy_(words, non_blocking=True)
-        return [
-            there[begin : begin + array.size].view(array.shape)
-            for begin, array in zip(starts.tolist(), arrays, strict=False)
-        ]
+        return [there[begin:end].view(array.shape) for (begin, end), array in zip(bounds, arrays, strict=True)]
 
     def _no_texts(self) -> tuple[torch.Tensor, torch.Tensor]:
         none = torch.zeros(4, dtype=torch.int32, device=self._device)
