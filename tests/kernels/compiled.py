@@ -153,7 +153,27 @@ class LookedUp:
         )  # fmt: skip
 
 
-Case = Model | Verified | Committed | LookedUp
+@dataclass(frozen=True, slots=True)
+class LaidOut:
+    """What laying drafts out over a step's rows is compiled for."""
+
+    nodes: int
+    is_whole: bool = False
+
+    def warm_up(self, gpu: Gpu) -> None:
+        import torch
+        from vllm_specrollout.kernels.tree_rows.kernel import lay_out
+
+        none, bounds = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+        drafted = torch.zeros(2, 3 * self.nodes + 1, dtype=torch.int32)[:, :-1].unflatten(1, (3, self.nodes))
+        for has_branches in (False, True):
+            lay_out(
+                drafted, none.long(), bounds, bounds, none, none, none, none, none.long(), none,
+                has_branches=has_branches,
+            )  # fmt: skip
+
+
+Case = Model | Verified | Committed | LookedUp | LaidOut
 CASES: dict[str, Case] = {
     "heads of 64, 7 per key (Qwen2.5-0.5B)": Model(14, 2, 64, is_whole=True),
     "heads of 64, 4 per key (Llama-3.2-1B)": Model(32, 8, 64),
@@ -188,6 +208,7 @@ CASES: dict[str, Case] = {
     "4 key heads of 80 in bytes": Committed(4, 80, "float8_e4m3fn"),
     "lookups of 16 tokens": LookedUp(16, is_whole=True),
     "lookups of 16 tokens, 8 ends": LookedUp(16, 8),
+    "rows of 24 drafts": LaidOut(24, is_whole=True),
 }
 
 
@@ -246,7 +267,7 @@ LOGS: dict[str, str] = {}
 
 def _form(options: dict[str, Any]) -> str:
     """Which of a kernel's forms it is, in words; empty for the only one."""
-    flags = {"IS_SPLIT": "splits shared out", "SEARCH": "tiles numbered through"}
+    flags = {"IS_SPLIT": "splits shared out", "SEARCH": "tiles numbered through", "HAS_BRANCHES": "branches"}
     words = [f"{options['BLOCK_M']} lanes"] if "BLOCK_M" in options else []
     return ", ".join([*words, *(text for flag, text in flags.items() if options.get(flag))])
 

@@ -25,7 +25,7 @@ from tests.versions.trees import ROOT
 MOST_SPILLED = {
     (is_hopper, kernel): most if kernel == "_attend" else 8
     for is_hopper, most in ((True, 1100), (False, 1300))
-    for kernel in ("_attend", "_merge", "_sample_blocks", "_walk_trees", "_move", "_scan", "_vote")
+    for kernel in ("_attend", "_merge", "_sample_blocks", "_walk_trees", "_move", "_scan", "_vote", "_lay_out")
 }
 TABLES: dict[str, list[dict[str, Any]]] = json.loads(TABLE.read_text(encoding="utf-8"))
 HERE = metadata.version("triton")
