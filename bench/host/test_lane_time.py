@@ -48,6 +48,7 @@ def _states(names: list[str]) -> Any:
     both = {"np": np.full(count, PROMPT, dtype=np.int32), "gpu": torch.full((count,), PROMPT, dtype=torch.int32)}
     return SimpleNamespace(
         device=torch.device("cpu"), num_speculative_steps=WIDTH, max_num_reqs=count, max_model_len=LONGEST,
+        max_seq_len=np.full(count, LONGEST, dtype=np.int32),
         req_id_to_index={name: i for i, name in enumerate(names)}, num_computed_tokens_np=lengths,
         prompt_len=SimpleNamespace(**both), prefill_len=SimpleNamespace(**both),
         total_len=SimpleNamespace(gpu=torch.from_numpy(lengths)), all_token_ids=SimpleNamespace(gpu=torch.zeros(1)),

@@ -46,10 +46,10 @@ def _asked_the_model(ours: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["draft_model", *(pytest.param(k, marks=pytest.mark.nightly) for k in ("eagle", "eagle3"))]
+    "kind", ["draft_model", *(pytest.param(k, marks=pytest.mark.nightly) for k in ("eagle", "eagle3", "dflash"))]
 )
 def test_a_model_drafts_and_the_tokens_are_stocks(models: Path, tmp_path: Path, kind: str) -> None:
-    target = model(models, "llama", "float32") if kind != "eagle3" else deeper(models)
+    target = model(models, "llama", "float32") if kind not in ("eagle3", "dflash") else deeper(models)
     # every feature beside the one that is accepted often; an interpreter takes its time
     count, features = (8, FEATURES) if kind == "draft_model" else (3, SAMPLED)
     requests = cases(count, VOCAB, seed=21, max_tokens=6, only=features)

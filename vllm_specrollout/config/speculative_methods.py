@@ -42,7 +42,7 @@ METHODS: tuple[Method, ...] = (
     ),
     Method("mtp", True, "the target's own layers that predict further tokens"),
     Method("medusa", True, "heads over the last hidden state, all levels in one pass; V1 only"),
-    Method("dflash", True, "masked queries over keys and values of hidden states, all levels in one pass; V1 only"),
+    Method("dflash", True, "masked queries over keys and values of hidden states, all levels in one pass"),
     Method("dspark", False, _OWN_CACHE),
     Method("ngram", True, "becomes the `ngram` drafter", ("ngram",)),
     Method("suffix", True, "becomes the `history` and `ngram` drafters", ("history", "ngram")),
@@ -232,7 +232,7 @@ def _check_runner(name: str, given: Mapping[str, Any], is_v1_on_gpu: bool, is_v2
             f"`{FLAG}` has method `{name}`; on a GPU a model drafts beside spec rollout on vLLM's V2 runner only",
             "set `VLLM_USE_V2_MODEL_RUNNER=1`",
         )
-    if is_v2 and (name in ("medusa", "dflash") or given.get("parallel_drafting")):
+    if is_v2 and (name == "medusa" or given.get("parallel_drafting")):
         what = "`parallel_drafting`" if given.get("parallel_drafting") else f"method `{name}`"
         raise UnsupportedError(
             f"`{FLAG}` has {what}: one pass for all levels, which drafts beside spec rollout on vLLM's V1 runner only",

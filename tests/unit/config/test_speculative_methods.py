@@ -100,7 +100,8 @@ def test_where_no_model_drafts_yet_it_is_said() -> None:
     assert "decoupled" in refusal.value.hint
     with pytest.raises(UnsupportedError, match="`draft_model`, which the installed vLLM itself does not run"):
         check("draft_model", {}, **on(is_v2=True, is_lacking=True))
-    for name, given in (("medusa", EAGLE), ("dflash", EAGLE), ("eagle3", {**EAGLE, "parallel_drafting": True})):
+    check("dflash", EAGLE, **on(is_v2=True))
+    for name, given in (("medusa", EAGLE), ("eagle3", {**EAGLE, "parallel_drafting": True})):
         with pytest.raises(UnsupportedError, match="on vLLM's V1 runner only"):
             check(name, given, **on(is_v2=True))
     with pytest.raises(UnsupportedError, match="`draft_tensor_parallel_size` 1, and `--tensor-parallel-size` is 2"):

@@ -191,9 +191,18 @@ class DeviceDrafts:
             (names,) = self._sent(np.array([kind for kind, _ in kinds], dtype=np.int32))
             own = torch.stack(packed)[best, torch.arange(len(told), device=self._device)]
             chosen = torch.cat([own, names[best][:, None]], dim=1)
+        self._cut_to_ends(chosen, batch)
         if (name := self.withhold(batch.req_ids)) in batch.req_ids:
             chosen[batch.req_ids.index(name), -1] += WITHHELD
         return chosen
+
+    def _cut_to_ends(self, packed: torch.Tensor, batch: InputBatch) -> None:
+        """Take from drafts, in place, what an answer has no use for: the last token before its limit is the target's."""
+        states = self._states
+        (ends,) = self._sent(np.minimum(states.max_seq_len[batch.idx_mapping_np], states.max_model_len))
+        left = ends - states.total_len.gpu[batch.idx_mapping] - 1
+        depth = torch.arange(self.width, dtype=torch.int32, device=self._device)
+        packed[:, : self.width].masked_fill_(depth >= left[:, None], -1)
 
     def _chain(self, tokens: torch.Tensor, kind: int, limits: torch.Tensor, ends: torch.Tensor) -> Drafts:
         """A chain of these tokens [R, at most K] int32, cut at a request's limit and before what ends it."""

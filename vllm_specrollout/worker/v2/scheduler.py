@@ -109,8 +109,9 @@ class SchedulerMixinV2(SchedulerMixin):
         self.max_draft_tokens = with_lane(vllm_config).speculative_config.num_speculative_tokens
         self._report = DraftReport()
         self._workers: Executor | None = None
-        # a model writes keys and values of what it only drafts
-        self.num_lookahead_tokens = max(self.num_lookahead_tokens, levels_of(vllm_config))
+        # a model writes keys and values of what it only drafts; one that fills all levels in at once, one more
+        levels = levels_of(vllm_config)
+        self.num_lookahead_tokens = max(self.num_lookahead_tokens, levels and levels + 1)
 
     def meet_workers(self, executor: Executor) -> None:
         """Called once by the engine core, before the first step. Not called: a grammar's requests decode plainly."""
