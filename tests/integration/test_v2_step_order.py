@@ -64,9 +64,10 @@ def runner(monkeypatch):
     made.shape, made._levels, made.max_draft_tokens, made._withheld = (DraftMode.CHAIN, ""), 0, 4, {}
     made.inputs, made.times = SimpleNamespace(clear=nothing), SimpleNamespace(begin_step=nothing, take=list)
     made.spec_config, made.drafts = SimpleNamespace(max_depth=4), SimpleNamespace(is_paused=False)
-    made.req_states, made._on_device, made._planned = SimpleNamespace(req_id_to_index={"a": 0}), {0}, None
+    made.req_states, made._on_device = SimpleNamespace(req_id_to_index={"a": 0}), {0}
+    made._windows, made._carried, made._next_withheld = {}, {}, ""
     made.verifier, made.adaptive_verification, made.mover = SimpleNamespace(), None, None
-    made.tokens_ready, made.output_copy_stream, made._told = Event(), None, (0, 0, False)
+    made.tokens_ready, made.output_copy_stream, made._told = Event(), None, ()
     made._during, made._history = nullcontext(), None
     monkeypatch.setattr(runner_module, "torch", SimpleNamespace(cuda=SimpleNamespace(Event=Event)))
     made.host.came_home = made._came_home
