@@ -20,6 +20,7 @@ from vllm_specrollout.worker.v2.device_drafts import (
     LINED,
     LOOKED,
     NOBODY,
+    SIBLINGS,
     WITHHELD,
     Bystander,
     DeviceDrafts,
@@ -152,7 +153,10 @@ def test_what_fails_costs_a_step_its_drafts(drafts: DeviceDrafts) -> None:
 def test_a_lookup_is_told_where_a_request_its_problem_and_its_siblings_are(drafts: DeviceDrafts) -> None:
     told = [Told(5, ("a", "gone"), NOBODY.ends, 4, True), Told(-1, (), NOBODY.ends, 4, True)]
     asked = drafts._asked(batch_of("b", "a"), told)
-    assert asked.tolist() == [[1, 5, 0], [0, -1, -1]]
+    assert asked.tolist() == [[1, 5, 0, *[-1] * (SIBLINGS[1] - 1)], [0, -1, *[-1] * SIBLINGS[1]]]
+    drafts._states.add("one more")
+    crowd = Told(-1, ("one more",) * (SIBLINGS[-1] + 1), NOBODY.ends, 4, True)
+    assert drafts._asked(batch_of("b"), [crowd]).tolist() == [[1, -1, *[2] * SIBLINGS[-1]]], "some go without"
 
 
 def test_what_comes_home_is_what_the_step_had(drafts: DeviceDrafts) -> None:
