@@ -13,14 +13,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
-
-import torch
 
 from tests.drafters import views_of
 from tests.e2e.identity.engines import model
