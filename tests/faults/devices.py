@@ -380,8 +380,12 @@ class StockV2:
             trees[-1].parents[:] = parents[own][:count] - 1
         return batch_of(trees, batch.req_ids)
 
-    def judge(self, withheld: str, masks: Any) -> tuple[np.ndarray, np.ndarray]:
-        """[R, some] sampled tokens, and [R] how many of them count."""
+    def judge(self, withheld: torch.Tensor, masks: Any) -> tuple[np.ndarray, np.ndarray]:
+        """[R, some] sampled tokens, and [R] how many of them count.
+
+        Args:
+            withheld: [R] bool: who gets the first token of its path alone.
+        """
         state = self.execute_model_state
         names, trees, states = state.input_batch.req_ids, state.trees, state.states
         rows = np.asarray(self.device_.sample(names, states, trees, masks), np.int64)
@@ -390,12 +394,12 @@ class StockV2:
         state.accepted = [
             accepted[end - count : end].tolist() for end, count in zip(ends, num_accepted.tolist(), strict=True)
         ]
-        for i, (name, own) in enumerate(zip(names, states, strict=True)):
-            counts[i] = 0 if own is None else 1 if name == withheld else num_accepted[i] + 1
+        for i, own in enumerate(states):
+            counts[i] = 0 if own is None else 1 if withheld[i] else num_accepted[i] + 1
         return sampled, counts
 
     def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
-        output = self.verifier(None, input_batch, self.inputs, "")[0]
+        output = self.verifier(None, input_batch, self.inputs, torch.zeros(input_batch.num_reqs))[0]
         return output, output.num_sampled, None
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -425,7 +429,7 @@ class StockV2:
 class RunnerV2(Lane, StockV2):
     """Ours, over that."""
 
-    adaptive_verification = lora_config = experts = model_drafter = execute_model_state = _drafted = _planned = None
+    adaptive_verification = lora_config = experts = model_drafter = execute_model_state = _drafted = None
     _levels = 0
 
     def __init__(
@@ -439,19 +443,21 @@ class RunnerV2(Lane, StockV2):
         self.inputs, self.times = TreeInputs(most_requests, MOST_ROWS, cpu), DeviceTimes(cpu)
         self.req_states = States(most_requests, most_drafted)
         texts, nobody = DeviceTexts(history.texts, cpu), Bystander(most_drafted)
-        self.drafts = DeviceDrafts(nobody, 0, self.req_states, self._told_of, texts, 8, speculator.guard)
+        self.drafts = DeviceDrafts(nobody, 0, self.req_states, self._told_of, texts, 8, speculator.guard, self.times)
+        self.drafts.withhold = self._withhold
         Spoilt(self, seed)
-        history.latest = lambda: self.latest
+        self._late, history.latest = history, lambda: self.latest
         # of the drafters: history and n-grams are looked up, the first one's drafts are carried in lines
         self._on_device, self.sources = {2, 3}, (2, 0, 4)
-        self.latest, self._withheld, self.host.came_home = NO_DRAFTS, {}, self._came_home
+        self.latest, self._withheld, self._next_withheld, self._windows, self._carried = NO_DRAFTS, {}, "", {}, {}
+        self.host.came_home, self.host.plan = self._came_home, self._plan
         self.draft_graphs = SimpleNamespace(chosen_from=lambda runner: contextlib.nullcontext())
         self.verifier = _Verifier(self)
         self.model = SimpleNamespace(compute_logits=lambda hidden: hidden)
         self.mover = SimpleNamespace(move=lambda *args: None)
         self.main_stream, self.output_copy_stream = None, SimpleNamespace(wait_stream=lambda stream: None)
         self.tokens_ready, self.step = event(), StepStateV2()
-        self.shape, self._told = (DraftMode.TREE, ""), (0, 0, False)
+        self.shape, self._told = (DraftMode.TREE, ""), ()
 
 
 class _Verifier:
@@ -462,6 +468,6 @@ class _Verifier:
     def __init__(self, runner: RunnerV2) -> None:
         self._runner = runner
 
-    def __call__(self, logits: Any, batch: Any, inputs: TreeInputs, withheld: str) -> tuple[Any, Any]:
+    def __call__(self, logits: Any, batch: Any, inputs: TreeInputs, withheld: torch.Tensor) -> tuple[Any, Any]:
         sampled, counts = self._runner.judge(withheld, self._runner._masks)
         return SimpleNamespace(sampled_token_ids=sampled, num_sampled=counts, num_rejected=None), None

@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
@@ -23,21 +24,28 @@ from vllm.v1.request import Request, RequestStatus
 from tests.drafters import views_of
 from tests.e2e.identity.engines import model
 from tests.e2e.schedulers import BLOCK, Bench
-from tests.trees import batch_of, chain
+from tests.faults.devices import States
+from tests.faults.hosts import WITHOUT_A_DEVICE
+from tests.integration.test_v2_verify import verifier_that_finds
 from vllm_specrollout.budgets.fixed import FixedBudget
 from vllm_specrollout.budgets.goodput import GoodputBudget
 from vllm_specrollout.config import RequestOptions
 from vllm_specrollout.config.drafters import NgramConfig
 from vllm_specrollout.drafters.ngram import NgramDrafter
 from vllm_specrollout.observe.guard import Guard
+from vllm_specrollout.observe.metrics import Metrics
 from vllm_specrollout.speculator import Speculator
-from vllm_specrollout.types import DraftMode, RequestBatch, RequestView, StepTiming
+from vllm_specrollout.types import DraftMode, RequestBatch, RequestView, StepTiming, empty_trees
+from vllm_specrollout.worker.common import Stats
 from vllm_specrollout.worker.drafting import Drafting, drafted_tokens, scheduled_trees
 from vllm_specrollout.worker.models.drafter import Ranks
 from vllm_specrollout.worker.request import Admission
 from vllm_specrollout.worker.scheduler import DraftReport, SpecRolloutOutput
-from vllm_specrollout.worker.v2.host import Host, HostRequest, StepState
+from vllm_specrollout.worker.v2.device_drafts import LINE, Bystander, DeviceDrafts, Told
+from vllm_specrollout.worker.v2.device_times import DeviceTimes
+from vllm_specrollout.worker.v2.host import Host, HostRequest, InFlight, StepState
 from vllm_specrollout.worker.v2.lane import Lane
+from vllm_specrollout.worker.v2.runner import SpecRolloutV2
 
 PLACES = 6
 
@@ -54,13 +62,13 @@ class Wire:
         self._sent: deque[Any] = deque()
 
     def group(self, rank: int) -> Any:
-        def broadcast_object(what: Any, src: int) -> Any:
+        def broadcast(what: Any, src: int) -> Any:
             if rank == src:
                 self._sent.append(what)
                 return what
             return self._sent.popleft()
 
-        return SimpleNamespace(rank_in_group=rank, broadcast_object=broadcast_object)
+        return SimpleNamespace(rank_in_group=rank, world_size=2, broadcast_object=broadcast, broadcast=broadcast)
 
     @property
     def is_quiet(self) -> bool:
@@ -237,19 +245,78 @@ def _report_of(drafting: Drafting, *, is_paused: bool) -> DraftReport:
     runner.spec_config, runner.spec_rollout = SimpleNamespace(max_depth=8), drafting.speculator
     runner.drafts = SimpleNamespace(is_paused=is_paused, may_branch=False)
     runner.req_states, runner._on_device = SimpleNamespace(req_id_to_index={"a": 0}), {0}
+    runner.stats, runner.metrics, runner._windows = Stats(), Metrics(()), {}
+    if not is_paused:
+        home = np.zeros((1, 1), np.int32), np.ones(1, np.int32)
+        host.sent(InFlight([host.get("a")], empty_trees(["a"]), 7, lambda: home, 1, True))
+        host._in_flight[0].drafted, host.plan = lambda: empty_trees(["a"]), runner._plan
+        host.settle()
     return runner._report(SimpleNamespace(get_output=None))
 
 
-@pytest.mark.xfail(
-    reason="the first rank plans, and its own scheduler alone is told", strict=True, raises=AssertionError
-)
-def test_on_v2_no_rank_alone_is_told_what_the_budget_would_verify(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their schedulers leave the same room, or the ranks compute different rows."""
+@pytest.mark.parametrize("is_apart", [True, False])
+def test_on_v2_no_rank_alone_is_told_what_the_budget_would_verify(
+    monkeypatch: pytest.MonkeyPatch, is_apart: bool
+) -> None:
+    """Where each has a scheduler, these leave the same room, or the ranks compute different rows."""
     drafting = [drafting_of(rank, Wire(), monkeypatch) for rank in (0, 1)]
     for one in drafting:
-        one.speculator.budget = Doubtful(8, 8)
-    first, other = (_report_of(one, is_paused=False) for one in drafting)
-    assert first.limits == other.limits
+        one.speculator.budget, one.is_apart = Doubtful(8, 8), is_apart
+    first, other = (_report_of(one, is_paused=False).limits for one in drafting)
+    assert other == {"b": 2} and first == (other if is_apart else {"a": 0, "b": 2})
+
+
+def test_on_v2_a_verdict_that_the_first_rank_withholds_is_withheld_on_all_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They know of it by what the first one broadcasts: its drafts, which alone say whose it is."""
+    wire, counts, width = Wire(), [], 4
+    for rank in (0, 1):
+        for name in ("get_tp_group", "Lookup"):
+            stands_in = WITHOUT_A_DEVICE[f"device_drafts.{name}"]
+            monkeypatch.setattr(f"vllm_specrollout.worker.v2.device_drafts.{name}", stands_in)
+        monkeypatch.setattr("vllm_specrollout.worker.v2.device_drafts.get_tp_group", lambda rank=rank: wire.group(rank))
+        runner, names = _drafting_runner(width), [f"0-{rank}", f"1-{rank}"]
+        for name in names:
+            runner.req_states.add(name)
+            runner.req_states.tell(name, [1, 2, 3])
+        batch = _step_of(names, width)
+        if rank == 0:
+            lines = np.full((2, 1 + LINE), -1, dtype=np.int32)
+            lines[:, :5] = 3, 4, 5, 6, 7
+            runner.drafts.carry(np.int32([0, 1]), lines)
+            runner.drafts.withhold = lambda own: own[1]
+        else:
+            runner.drafts.withhold = lambda own: pytest.fail("the first rank chooses")
+        assert runner.drafts.propose(batch).tolist() == [[4, 5, 6, 7]] * 2
+        runner.verifier = verifier_that_finds(monkeypatch, [[4, 5, 6, 7, 9]] * 2)
+        output, num_sampled, _ = SpecRolloutV2.sample(runner, torch.zeros(2 * (1 + width), 1), batch, None)
+        counts.append(num_sampled.tolist())
+        assert output.sampled_token_ids.tolist() == [[4, 5, 6, 7, 9]] * 2
+    assert counts == [[5, 1]] * 2 and wire.is_quiet
+
+
+def _drafting_runner(width: int) -> Any:
+    """A rank in a step with drafts."""
+    runner: Any = object.__new__(SpecRolloutV2)
+    runner.req_states, runner.times = States(2, width), DeviceTimes(torch.device("cpu"))
+    told = Told(-1, (), np.zeros(0, np.int32), width, True)
+    guard = Guard(is_strict=True)
+    runner.drafts = DeviceDrafts(
+        Bystander(width), 0, runner.req_states, lambda name: told, None, width, guard, runner.times
+    )
+    runner.drafts.looks_up = False
+    runner.step, runner.inputs = StepState(has_drafts=True), SimpleNamespace(has_branches=False)
+    runner.model = SimpleNamespace(compute_logits=lambda hidden: hidden)
+    return runner
+
+
+def _step_of(names: list[str], width: int) -> Any:
+    rows, logits = np.arange(len(names)), torch.arange(len(names) + 1, dtype=torch.int32) * (1 + width)
+    return SimpleNamespace(
+        req_ids=names, num_reqs=len(names), idx_mapping=torch.from_numpy(rows), idx_mapping_np=rows, seq_lens=None,
+        cu_num_logits=logits, logits_indices=torch.arange(int(logits[-1])), num_tokens=int(logits[-1]),
+    )  # fmt: skip
 
 
 class Doubtful(FixedBudget):

@@ -15,7 +15,19 @@ import torch
 from tests.faults.devices import States
 from tests.faults.hosts import WITHOUT_A_DEVICE
 from vllm_specrollout.observe.guard import Guard
-from vllm_specrollout.worker.v2.device_drafts import LINE, LINED, LOOKED, NOBODY, Bystander, DeviceDrafts, Drafts, Told
+from vllm_specrollout.worker.v2.device_drafts import (
+    LINE,
+    LINED,
+    LOOKED,
+    NOBODY,
+    SIBLINGS,
+    WITHHELD,
+    Bystander,
+    DeviceDrafts,
+    Drafts,
+    Told,
+)
+from vllm_specrollout.worker.v2.device_times import DeviceTimes
 
 WIDTH = 4
 
@@ -31,7 +43,8 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> DeviceDrafts:
         states.add(name)
         states.tell(name, [1, 2, 3])
     told = {name: Told(-1, (), np.int32([9]), WIDTH, True) for name in ("a", "b")}
-    made = DeviceDrafts(Bystander(WIDTH), 0, states, lambda name: told[name], None, 4, Guard(is_strict=True))
+    guard, times = Guard(is_strict=True), DeviceTimes(states.device)
+    made = DeviceDrafts(Bystander(WIDTH), 0, states, lambda name: told[name], None, 4, guard, times)
     made.told, made.looks_up = told, False
     return made
 
@@ -101,6 +114,27 @@ def test_each_request_gets_the_draft_of_which_most_is_expected(drafts: DeviceDra
     assert drafts.kinds[:2].tolist() == [LOOKED, LOOKED], "lines have not held lately"
 
 
+def test_whose_verdict_is_withheld_is_kept_with_its_draft_until_its_next_one(drafts: DeviceDrafts) -> None:
+    for row in (0, 1):
+        carry(drafts, row, 3, [4, 5, 6, 7])
+    asked: list[list[str]] = []
+    drafts.withhold = lambda names: asked.append(names) or "b"
+    drafts.propose(batch_of("b", "a"))
+    assert asked == [["b", "a"]] and drafts.kinds[:2].tolist() == [LINED, WITHHELD + LINED]
+    # by the step's order, whatever it was when the drafts were made
+    assert drafts.withheld(batch_of("a", "b")).tolist() == [False, True]
+    assert drafts.home(verified(drafts, "a", "b"))[:, -2].tolist() == [LINED, WITHHELD + LINED]
+    drafts.withhold = lambda names: "somebody who has left"
+    drafts.propose(batch_of("a", "b"))
+    assert drafts.withheld(batch_of("a", "b")).tolist() == [False, False]
+
+
+def verified(drafts: DeviceDrafts, *names: str) -> SimpleNamespace:
+    batch = batch_of(*names)
+    batch.cu_num_logits = torch.arange(len(names) + 1, dtype=torch.int32)
+    return batch
+
+
 def test_a_paused_engine_drafts_nothing_and_leaves_nothing_of_what_was(drafts: DeviceDrafts) -> None:
     carry(drafts, 0, 3, [4, 5, 6, 7])
     drafts.propose(batch_of("a"))
@@ -119,7 +153,10 @@ def test_what_fails_costs_a_step_its_drafts(drafts: DeviceDrafts) -> None:
 def test_a_lookup_is_told_where_a_request_its_problem_and_its_siblings_are(drafts: DeviceDrafts) -> None:
     told = [Told(5, ("a", "gone"), NOBODY.ends, 4, True), Told(-1, (), NOBODY.ends, 4, True)]
     asked = drafts._asked(batch_of("b", "a"), told)
-    assert asked.tolist() == [[1, 5, 0], [0, -1, -1]]
+    assert asked.tolist() == [[1, 5, 0, *[-1] * (SIBLINGS[1] - 1)], [0, -1, *[-1] * SIBLINGS[1]]]
+    drafts._states.add("one more")
+    crowd = Told(-1, ("one more",) * (SIBLINGS[-1] + 1), NOBODY.ends, 4, True)
+    assert drafts._asked(batch_of("b"), [crowd]).tolist() == [[1, -1, *[2] * SIBLINGS[-1]]], "some go without"
 
 
 def test_what_comes_home_is_what_the_step_had(drafts: DeviceDrafts) -> None:

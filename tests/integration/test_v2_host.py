@@ -33,6 +33,9 @@ class Recorder:
     def begin(self, view):
         self.begun.append(view.request_id)
 
+    def steps_off(self, step, num_requests):
+        return 0
+
     def propose(self, batch, step):
         trees = batch_of([self.tree] * batch.size, batch.request_ids)
         return PlannedStep(StepPlan(trees, "recorded"), batch)
@@ -55,9 +58,9 @@ def request(name="a", shape=DraftMode.TREE, tokens=(1, 2, 3), max_tokens=10):
     return HostRequest(name, Admission(RequestOptions(), "", shape, max_tokens), len(tokens), tokens)
 
 
-def step(requests, sampled, counts, trees=None, rows=1, planned=None):
+def step(requests, sampled, counts, trees=None, rows=1, number=0):
     home = np.asarray(sampled), np.asarray(counts)
-    return InFlight(requests, batch_of(trees or [EMPTY_TREE] * len(requests)), planned, lambda: home, rows, True)
+    return InFlight(requests, batch_of(trees or [EMPTY_TREE] * len(requests)), number, lambda: home, rows, True)
 
 
 @pytest.fixture
@@ -72,15 +75,35 @@ def test_tokens_come_home_in_order_and_verdicts_are_told_from_them(ticking):
     host, a = host_of(recorder, ticking), request()
     host.add(a)
     host.sent(step([a], [[7, -1, -1]], [1]))
-    planned = object()
-    host.sent(step([a], [[8, 9, 4]], [3], [chain([8, 9, 5])], rows=4, planned=planned))
+    host.sent(step([a], [[8, 9, 4]], [3], [chain([8, 9, 5])], rows=4))
     total = host.settle()
     assert a.buffer[: a.length].tolist() == [1, 2, 3, 7, 8, 9, 4]
     assert (total.steps, total.tokens, total.accepted) == (2, 4, 2)
     assert recorder.admitted == ["a"] and recorder.begun == ["a"], "by its first token, and once"
-    (_, nothing, first), (plan, trees, second) = recorder.observed
+    (_, nothing, first), (_, trees, second) = recorder.observed
     assert nothing.num_nodes == 0 and first.num_accepted.tolist() == [0]
-    assert plan is planned and second.accepted.tolist() == [0, 1] and trees.num_nodes == 3
+    assert second.accepted.tolist() == [0, 1] and trees.num_nodes == 3
+
+
+def test_a_step_is_planned_for_by_its_drafts_before_its_tokens_are_taken_in(ticking):
+    recorder, asked = Recorder(), []
+    host, a = host_of(recorder, ticking), request()
+    host.add(a)
+    plans = {1: object(), 2: object()}
+
+    def plan(made):
+        asked.append((made.number, made.trees.num_nodes, a.length))
+        return plans[made.number]
+
+    host.plan = plan
+    for number in (1, 2):
+        host.sent(step([a], [[8, 9, 4]], [3], rows=4, number=number))
+        host._in_flight[-1].drafted = lambda: batch_of([chain([8, 9, 5])], ["a"])
+    # nothing was drafted in this one
+    host.sent(step([a], [[7]], [1], number=3))
+    host.settle()
+    assert asked == [(1, 3, 3), (2, 3, 6)]
+    assert [planned for planned, _, _ in recorder.observed] == [plans[1], plans[2], None]
 
 
 def test_steps_of_different_sizes_in_one_wait_say_nothing_of_time(ticking):
@@ -164,12 +187,12 @@ def test_whoever_looks_on_is_told_of_each_step_that_came_home_before_its_request
     recorder, told = Recorder(), []
     host, a = host_of(recorder, ticking), request()
     host.add(a)
-    host.came_home = lambda made, counts, result: told.append((made, counts.tolist(), result.num_accepted.tolist()))
+    host.came_home = lambda made: told.append((made, a.length, list(recorder.begun)))
     sent = [step([a], [[7]], [1]), step([a], [[8, 9]], [2], [chain([8])])]
     for one in sent:
         host.sent(one)
     host.settle()
-    assert told == [(sent[0], [1], [0]), (sent[1], [2], [1])] and recorder.begun == ["a"]
+    assert told == [(sent[0], 4, []), (sent[1], 6, ["a"])] and recorder.begun == ["a"]
 
 
 def test_steps_with_branches_are_counted_by_what_was_drafted(ticking):
@@ -204,9 +227,9 @@ def test_a_request_without_drafts_has_no_room_and_one_with_a_limit_no_more(ticki
     host.add(request("off", DraftMode.OFF))
     few = Admission(RequestOptions(max_draft_tokens=3), "", DraftMode.TREE, 10)
     host.add(HostRequest("few", few, 3, (1, 2, 3)))
-    assert host.limits == {"off": 0, "few": 3} and host.num_limited == 2
+    assert host.limits == {"off": 0, "few": 3}
     host.leave("off")
-    assert host.limits == {"few": 3} and host.num_limited == 2
+    assert host.limits == {"few": 3}
 
 
 def test_a_request_that_is_gone_is_forgotten_but_its_tokens_on_the_way_do_no_harm(ticking):
@@ -277,6 +300,9 @@ def test_a_mistake_while_looking_ahead_costs_what_would_have_been_planned(tickin
     batch = host.batch({"a": 2}, may_branch=True)
     assert host.drafting.look_ahead(batch, 1).plan.trees.num_nodes == 2
     assert host.drafting.look_ahead(host.batch({}, may_branch=True), 1) is None
+    recorder.steps_off = lambda step, num_requests: 2
+    assert host.drafting.look_ahead(batch, 1) is None, "a pause was decided on while the step was under way"
+    del recorder.steps_off
     recorder.guard, recorder.propose = Guard(is_strict=False), None
     assert host.drafting.look_ahead(batch, 1) is None and recorder.guard.failures == {"drafting": 1}
 

@@ -14,8 +14,10 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from tests.integration.test_v2_host import Recorder, late, request, step
 from tests.trees import batch_of, chain
+from vllm_specrollout.drafters.looked_up import LateDrafts
 from vllm_specrollout.observe.metrics import Metrics
-from vllm_specrollout.types import DraftMode
+from vllm_specrollout.speculator import PlannedStep
+from vllm_specrollout.types import DraftMode, StepPlan
 from vllm_specrollout.worker.common import Stats
 from vllm_specrollout.worker.drafting import Drafting
 from vllm_specrollout.worker.v2 import runner as runner_module
@@ -59,17 +61,18 @@ def runner(monkeypatch):
     made.log, made.stats, made.metrics, made.step = [], Stats(), Metrics(()), StepState()
     recorder = Recorder(chain([5, 6]))
     recorder.is_paused, recorder.steps_off = lambda *args: False, lambda *args: 0
-    recorder.budget = SimpleNamespace(backs_off=False)
+    recorder.budget, recorder.drafters = SimpleNamespace(backs_off=False), []
     made.host, made.spec_rollout = Host(Drafting(recorder), 100), recorder
     made.shape, made._levels, made.max_draft_tokens, made._withheld = (DraftMode.CHAIN, ""), 0, 4, {}
     made.inputs, made.times = SimpleNamespace(clear=nothing), SimpleNamespace(begin_step=nothing, take=list)
     made.spec_config, made.drafts = SimpleNamespace(max_depth=4), SimpleNamespace(is_paused=False)
-    made.req_states, made._on_device, made._planned = SimpleNamespace(req_id_to_index={"a": 0}), {0}, None
+    made.req_states, made._on_device = SimpleNamespace(req_id_to_index={"a": 0}), {0}
+    made._windows, made._carried, made._next_withheld = {}, {}, ""
     made.verifier, made.adaptive_verification, made.mover = SimpleNamespace(), None, None
-    made.tokens_ready, made.output_copy_stream, made._told = Event(), None, (0, 0, False)
+    made.tokens_ready, made.output_copy_stream, made._told = Event(), None, ()
     made._during, made._history = nullcontext(), None
     monkeypatch.setattr(runner_module, "torch", SimpleNamespace(cuda=SimpleNamespace(Event=Event)))
-    made.host.came_home = made._came_home
+    made.host.came_home, made.host.plan = made._came_home, made._plan
     made.host.add(request())
     return made
 
@@ -105,18 +108,36 @@ def test_a_step_takes_in_what_is_home_and_waits_for_nothing(runner):
     assert (runner.stats.accepted, runner.stats.drafted) == (1, 2)
 
 
-def test_what_comes_home_is_planned_from_in_the_same_step_and_verified_in_later_ones(runner):
+@pytest.mark.parametrize("chosen, limits", [([8, 3], {}), ([8], {"a": 1}), ([], {"a": 0})])
+def test_what_comes_home_is_planned_from_in_the_same_step_and_bounds_the_room_of_later_ones(runner, chosen, limits):
     seen = []
 
     def look_ahead(batch, step):
-        seen.append([view.token_ids.tolist() for view in batch.views])
+        seen.append((step, [view.token_ids.tolist() for view in batch.views]))
+        there = batch_of([chain([8, 3])], ["a"])
+        return PlannedStep(StepPlan(batch_of([chain(chosen)], ["a"]), "recorded"), batch, [there])
 
     runner.drafting.look_ahead = look_ahead
     sent(runner, [True])
+    runner.host.sent(late(step([runner.host.get("a")], [[8, 9]], [2], number=2), [True]))
+    runner.host._in_flight[-1].drafted = lambda: batch_of([chain([8, 3])], ["a"])
     runner.execute_model(schedule())
     output = runner.sample_tokens(None).model_runner_output
-    assert seen == [[[1, 2, 3, 7]]]
-    assert output.report.limits == {} and output.report.most == 4
+    assert seen == [(2, [[1, 2, 3, 7]])], "the step with drafts, by what was known when they were verified"
+    assert runner.spec_rollout.observed[-1][0].plan.trees.token_ids.tolist() == chosen
+    assert output.report.limits == limits and output.report.most == 4
+
+
+def test_drafters_on_the_host_are_asked_by_the_tokens_known_now_and_their_lines_go_on_from_there(runner):
+    carried = []
+    drafter = SimpleNamespace(propose=lambda batch, limits: batch_of([chain([5, 6])] * batch.size, batch.request_ids))
+    runner.spec_rollout.drafters, runner._late = [drafter], LateDrafts()
+    runner.drafts.carry = lambda rows, lines: carried.append((rows.tolist(), lines[:, :4].tolist()))
+    sent(runner, [True])
+    for _ in range(2):  # in the second step nothing comes home
+        runner.execute_model(schedule())
+        runner.sample_tokens(None)
+        assert carried == [([0], [[4, 5, 6, -1]])]
 
 
 def test_a_paused_step_leaves_its_room_to_the_device_and_plans_nothing(runner):

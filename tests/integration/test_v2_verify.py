@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 pytest.importorskip("triton")
 
 import torch
+from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm_specrollout.kernels.tree_verify.naive import judge as naive_judge
 
 from vllm_specrollout.worker.v2 import verify as module
@@ -124,6 +125,37 @@ def test_and_so_do_the_rows_of_many(monkeypatch):
     monkeypatch.setattr(module, "MOST_COPIED_MIB", 1)
     sampler, _ = judged(monkeypatch, 65, 8, top_p=0.9, vocab=4096)
     assert sum(sampler.rows) == 520 and len(sampler.rows) > 1 and min(sampler.rows) > MOST_SPLIT_ROWS
+
+
+def verifier_that_finds(monkeypatch: pytest.MonkeyPatch, tokens: list[list[int]]) -> TreeVerifier:
+    """Whatever the logits are, so many tokens of each request, behind -1."""
+    found = torch.tensor(tokens)
+    num_reqs, width = found.shape
+    sampler = Sampler(num_reqs, 1.0)
+    sampler.compute_nans, sampler.sampling_states.max_num_logprobs = False, lambda index: NO_LOGPROBS
+    sampler.logprob_token_ids_state = SimpleNamespace(max_num_token_ids=lambda index: 0)
+    sampler.req_states = SimpleNamespace(prefill_len=SimpleNamespace(gpu=None))
+    verifier = TreeVerifier(sampler, width - 1)
+
+    def judge(*args):
+        return TreeVerdict(found, (found >= 0).sum(dim=1, dtype=torch.int32), torch.zeros(num_reqs, width)), None
+
+    def counted(num_sampled, seq_lens, cu_num_logits, *args):
+        return num_sampled, cu_num_logits.diff() - num_sampled
+
+    monkeypatch.setattr(verifier, "_judge", judge)
+    monkeypatch.setattr(module, "get_num_sampled_and_rejected", counted)
+    return verifier
+
+
+def test_who_is_withheld_gets_its_first_token_alone_and_the_others_stand_behind_it(monkeypatch):
+    tokens = [[4, 5, 6], [7, 8, -1], [4, 5, 6], [9, -1, -1]]
+    starts = torch.arange(5, dtype=torch.int32) * 3
+    batch = SimpleNamespace(cu_num_logits=starts, seq_lens=None, idx_mapping=None, idx_mapping_np=None)
+    withheld = torch.tensor([False, False, True, True])
+    output, _ = verifier_that_finds(monkeypatch, tokens)(torch.zeros(12, 1), batch, None, withheld)
+    assert output.sampled_token_ids.tolist() == tokens
+    assert output.num_sampled.tolist() == [3, 2, 1, 1] and output.num_rejected.tolist() == [0, 1, 2, 2]
 
 
 @pytest.mark.parametrize("vocab, parts", [(1 << 17, 1), (1 << 19, 4)])

@@ -212,3 +212,20 @@ def test_arguments_of_other_lengths_are_refused(device: torch.device) -> None:
         kernel.tree_verify(**inputs | {"pos": inputs["pos"][:1]}, width=1)
     with pytest.raises(ValueError, match="width 0"):
         kernel.tree_verify(**inputs, width=0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_trees_are_walked_by_tokens_that_are_known(device: torch.device, data: st.DataObject) -> None:
+    """Of each block of the vocabulary there is a token, and the best of them is the row's."""
+    trees = data.draw(st.lists(rooted_trees(9), min_size=1, max_size=4))
+    parents, starts = sum(trees, []), np.cumsum([0, *map(len, trees)]).tolist()
+    rows, blocks = len(parents), data.draw(st.integers(1, 3))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    tokens, drafts = (torch.from_numpy(rng.integers(0, 3, size)).int() for size in ((rows, blocks), rows))
+    scores = torch.from_numpy(rng.permuted(np.tile(np.arange(blocks), (rows, 1)), axis=1)).float()
+    width = data.draw(st.integers(1, 12))
+    ints = (torch.tensor(values, dtype=torch.int32, device=device) for values in (parents, starts))
+    verdict = kernel.walk(tokens.to(device), scores.to(device), drafts.to(device), *ints, width=width)
+    own = tokens.gather(1, scores.argmax(dim=1, keepdim=True))[:, 0].tolist()
+    assert as_lists(verdict) == naive.judge(own, drafts.tolist(), parents, starts, width)

@@ -72,6 +72,16 @@ MUTANTS = (
     ),
     Mutant("drafted rows have the noise of the next position, V2 runner", (AHEAD,)),
     Mutant("the verifier accepts one draft too many, V2 runner", (AHEAD,)),
+    # tokens are the right ones all the same, but the host compares what it was not to have, and ranks differ
+    Mutant(
+        "the row of a withheld verdict is not clamped",
+        (
+            "tests/integration/test_ranks_apart.py"
+            "::test_on_v2_a_verdict_that_the_first_rank_withholds_is_withheld_on_all_of_them",
+            "tests/integration/test_v2_verify.py"
+            "::test_who_is_withheld_gets_its_first_token_alone_and_the_others_stand_behind_it",
+        ),
+    ),
     # these cost speed alone, so answers say nothing of them
     Mutant(
         "lookups read another request's text",

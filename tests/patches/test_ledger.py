@@ -86,7 +86,10 @@ OURS_HERE = {
     ("worker/v1/proposer.py", "proposer"),
     *(
         ("worker/v2/lane.py", name)
-        for name in ("step", "one", "self.drafts", "self.host", "self.verifier", "self._history", "self.model_drafter")
+        for name in (
+            *("step", "one", "drafter", "self.drafts", "self.host", "self.verifier"),
+            *("self._history", "self._late", "self.model_drafter"),
+        )
     ),
     ("worker/v2/host.py", "step"),
     ("worker/models/drafter.py", "self._drafting"),

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
 from vllm import envs
 from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import set_forward_context

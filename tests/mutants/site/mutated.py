@@ -232,6 +232,19 @@ def _(module):
     instead(module, "tree_verify", make)
 
 
+@fault("the row of a withheld verdict is not clamped", "vllm_specrollout.worker.v2.verify")
+def _(module):
+    def make(right):
+        def calls(self, logits, batch, inputs, withheld):
+            if withheld.any():
+                reached()
+            return right(self, logits, batch, inputs, withheld & False)
+
+        return calls
+
+    instead(module.TreeVerifier, "__call__", make)
+
+
 @fault("lookups read another request's text", "vllm_specrollout.worker.v2.device_drafts")
 def _(module):
     def make(right):
