@@ -197,7 +197,7 @@ class DeviceDrafts:
         return chosen
 
     def _cut_to_ends(self, packed: torch.Tensor, batch: InputBatch) -> None:
-        """Take from drafts, in place, what an answer has no use for: the last token before its limit is the target's."""
+        """Take from drafts, in place, what an answer has no use for: its last token is the target's."""
         states = self._states
         (ends,) = self._sent(np.minimum(states.max_seq_len[batch.idx_mapping_np], states.max_model_len))
         left = ends - states.total_len.gpu[batch.idx_mapping] - 1
