@@ -15,7 +15,6 @@
 #include "core/blocks.h"
 #include "core/layout.h"
 #include "core/merge.h"
-#include "core/tree_rows.h"
 #include "core/walk.h"
 
 namespace py = pybind11;
@@ -196,41 +195,6 @@ py::tuple follow(Array<int32_t> node_start, Array<int32_t> parents, Array<int32_
   return py::make_tuple(Give(std::move(found.num_accepted)), Give(std::move(found.accepted)));
 }
 
-// Starts of the batch's requests among some rows: each has one of its own beside those of its nodes.
-void ExpectRowsOf(const Array<int32_t>& starts, const int32_t* sizes, py::ssize_t n, py::ssize_t rows) {
-  Expect(starts.size() == n + 1 && starts.at(0) == 0 && starts.at(n) == rows, "starts must cover the rows");
-  for (py::ssize_t r = 0; r < n; ++r) {
-    Expect(starts.data()[r + 1] - int64_t{starts.data()[r]} > sizes[r], "a request has fewer rows than its tree needs");
-  }
-}
-
-void tree_rows(Array<int32_t> node_start, Array<int32_t> parents, Array<int32_t> depth, Array<int32_t> token_ids,
-               Array<int32_t> order, Array<int32_t> logits_start, Array<int32_t> row_start, Array<int32_t> out_parents,
-               Array<int32_t> out_tokens, Array<int32_t> out_shift, Array<int64_t> out_nodes, Array<int32_t> out_sizes,
-               Array<uint64_t> out_ancestors) {
-  const py::ssize_t n = order.size(), num_trees = node_start.size() - 1;
-  ExpectTree(node_start, parents, static_cast<int>(num_trees));
-  Expect(depth.size() == parents.size() && token_ids.size() == parents.size(), "columns must have the same length");
-  std::vector<int32_t> sizes(static_cast<size_t>(n));
-  int64_t total = 0;
-  for (py::ssize_t r = 0; r < n; ++r) {
-    const int32_t tree = order.data()[r];
-    Expect(tree < num_trees, "order must name trees");
-    sizes[r] = tree < 0 ? 0 : node_start.data()[tree + 1] - node_start.data()[tree];
-    Expect(sizes[r] <= 64, "a tree has more nodes than a mask has bits");
-    total += sizes[r];
-  }
-  ExpectRowsOf(logits_start, sizes.data(), n, out_parents.size());
-  ExpectRowsOf(row_start, sizes.data(), n, out_shift.size());
-  Expect(out_ancestors.size() == out_shift.size(), "there must be a mask for each row");
-  Expect(out_tokens.size() == total && out_nodes.size() == total, "there must be a place for each node");
-  Expect(out_sizes.size() >= n, "there must be a place for each request");
-  LayOutRows({node_start.data(), parents.data(), depth.data(), token_ids.data(), static_cast<int>(n), order.data(),
-              logits_start.data(), row_start.data()},
-             {out_parents.mutable_data(), out_tokens.mutable_data(), out_shift.mutable_data(), out_nodes.mutable_data(),
-              out_sizes.mutable_data(), out_ancestors.mutable_data()});
-}
-
 void copy_blocks(Array<uint64_t> bases, Array<int64_t> strides, Array<int64_t> from, Array<int64_t> to) {
   Expect(bases.size() == strides.size(), "bases and strides must have the same length");
   Expect(from.size() == to.size(), "from and to must have the same length");
@@ -382,10 +346,6 @@ PYBIND11_MODULE(_core, m) {
   m.def("walk", &walk, py::arg("node_start"), py::arg("parents"), py::arg("tokens"), py::arg("sampled"));
   m.def("follow", &follow, py::arg("node_start"), py::arg("parents"), py::arg("tokens"), py::arg("output"),
         py::arg("counts"));
-  m.def("tree_rows", &tree_rows, py::arg("node_start"), py::arg("parents"), py::arg("depth"), py::arg("token_ids"),
-        py::arg("order"), py::arg("logits_start"), py::arg("row_start"), py::arg("out_parents").noconvert(),
-        py::arg("out_tokens").noconvert(), py::arg("out_shift").noconvert(), py::arg("out_nodes").noconvert(),
-        py::arg("out_sizes").noconvert(), py::arg("out_ancestors").noconvert());
   m.def("copy_blocks", &copy_blocks, py::arg("bases"), py::arg("strides"), py::arg("copy_from"), py::arg("copy_to"));
   m.def("check_batch", &CheckBatch, py::arg("node_start"), py::arg("token_ids"), py::arg("parents"), py::arg("log_q"),
         py::arg("source"), py::arg("num_requests"), py::arg("vocab_size"));

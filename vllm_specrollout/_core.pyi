@@ -94,26 +94,6 @@ def walk(node_start: _Ints, parents: _Ints, tokens: _Ints, sampled: _Longs) -> t
 def follow(node_start: _Ints, parents: _Ints, tokens: _Ints, output: _Ints, counts: _Ints) -> tuple[_Ints, _Ints]:
     """Nodes that a walk along output [R, W] passes, of which counts [R] tokens count: num_accepted [R], accepted."""
 
-def tree_rows(
-    node_start: _Ints,
-    parents: _Ints,
-    depth: _Ints,
-    token_ids: _Ints,
-    order: _Ints,
-    logits_start: _Ints,
-    row_start: _Ints,
-    out_parents: _Ints,
-    out_tokens: _Ints,
-    out_shift: _Ints,
-    out_nodes: _Longs,
-    out_sizes: _Ints,
-    out_ancestors: npt.NDArray[np.uint64],
-) -> None:
-    """A step's trees laid out over the rows of its batch: csrc/core/tree_rows.h has what is written where.
-
-    order [B]: request of the batch -> its tree, or -1; logits_start, row_start [B + 1]. What is written must be zeros.
-    """
-
 def expand_paths(
     row_start: _Ints,
     base: _Ints,

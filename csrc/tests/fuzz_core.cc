@@ -27,7 +27,6 @@
 #include "core/layout.h"
 #include "core/merge.h"
 #include "core/received.h"
-#include "core/tree_rows.h"
 #include "core/walk.h"
 
 namespace {
@@ -265,32 +264,6 @@ void FuzzWalk(Chance* chance) {
   Expect(found.num_accepted.size() == static_cast<size_t>(num_requests), "each request is followed");
 }
 
-void FuzzTreeRows(Chance* chance) {
-  const int n = 1 + chance->Below(6);
-  const Trees trees = MakeTrees(chance, n, false);
-  Ints depth(trees.size()), order, logits_start{0}, row_start{0};
-  for (int r = 0; r < n; ++r) {
-    const int begin = trees.node_start[r], size = trees.node_start[r + 1] - begin;
-    for (int i = begin; i < begin + size; ++i) {
-      depth[i] = trees.parents[i] < 0 ? 1 : depth[begin + trees.parents[i]] + 1;
-    }
-    // the last one first, and now and then a request without a tree
-    order.push_back(chance->OneIn(3) ? -1 : n - 1 - r);
-    const int tree = order.back(), own = tree < 0 ? 0 : trees.node_start[tree + 1] - trees.node_start[tree];
-    logits_start.push_back(logits_start.back() + 1 + own);
-    row_start.push_back(row_start.back() + 1 + own + chance->Below(4));
-  }
-  size_t nodes = 0;
-  for (const int32_t tree : order) nodes += tree < 0 ? 0 : trees.node_start[tree + 1] - trees.node_start[tree];
-  Ints parents(logits_start.back()), tokens(nodes), shift(row_start.back()), sizes(n);
-  std::vector<int64_t> rows(nodes);
-  std::vector<uint64_t> ancestors(row_start.back());
-  specrollout::LayOutRows({trees.node_start.data(), trees.parents.data(), depth.data(), trees.token_ids.data(), n,
-                           order.data(), logits_start.data(), row_start.data()},
-                          {parents.data(), tokens.data(), shift.data(), rows.data(), sizes.data(), ancestors.data()});
-  for (const int64_t row : rows) Expect(ancestors[row] != 0 && shift[row] <= 0, "a node sees itself, at its depth");
-}
-
 void FuzzLayout(Chance* chance) {
   const int num_requests = 1 + chance->Below(5), block_size = chance->Of<int>({1, 16, 32});
   const Trees trees = MakeTrees(chance, num_requests, false, 30);
@@ -412,7 +385,6 @@ void Round(uint64_t seed) {
     FuzzCount(&chance);
     FuzzWalk(&chance);
     FuzzLayout(&chance);
-    FuzzTreeRows(&chance);
     FuzzBlocks(&chance);
     FuzzReceived(&chance);
   }
