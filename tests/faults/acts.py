@@ -229,6 +229,10 @@ class Scheduled(Engine):
                 continue
             assert told.token_ids.tolist() == tokens, f"{name} was told as {told.token_ids.tolist()}, not {tokens}"
             assert told.weights_version == version, f"{name}: weights {told.weights_version}, not {version}"
+        withheld = self.runner.drafting.withheld
+        assert not withheld.differing, "plain decoding does not find what was withheld"
+        if withheld.checked:
+            self.seen.add("what was withheld was found again")
         self._check_leftovers()
 
     def _check_leftovers(self) -> None:

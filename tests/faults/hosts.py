@@ -166,8 +166,10 @@ class Engine:
         return make_budget(config, seed=self.schedule.seed)
 
     def _make_runner(self) -> None:
-        patched = SimpleNamespace(perf_counter=self.clock)
+        patched, chance = SimpleNamespace(perf_counter=self.clock), self.schedule.chance("withheld")
         self._patch.setattr("vllm_specrollout.worker.drafting.time", patched)
+        # schedules are short, so that some verdicts are withheld in a few
+        self._patch.setattr("vllm_specrollout.worker.withheld.STEPS_PER_TOKEN", chance.choice((2, 20, 250)))
         self._patch.setattr("vllm_specrollout.worker.v1.runner.time", patched)
         late = functools.partial(Event, self.schedule.chance("device"))
         cuda = SimpleNamespace(cuda=SimpleNamespace(Event=late))

@@ -7,13 +7,14 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 KEPT = re.compile(
-    r"^runner\.(host\.|drafting\.|spec_rollout\.)*(planned|_planned|step|latest)\b|^scheduler\._report\b"
+    r"^runner\.(host\.|drafting\.|spec_rollout\.)*(planned|_planned|_next_withheld|_withheld|step|latest)\b"
+    r"|^scheduler\._report\b"
     r"|_store\._(requests|waiting|due|folder)|cache\._(entries|problem_of)"
     r"|\.(texts|library)(\.plan)?\._(named|ring|waiting|unread|problems|owners)\b"
     r"|listeners\[\d\]\._(ended|timeline)\b"
 )
-"""What remembers requests on purpose: the last step and its drafts until the next one, a history and its texts their
-answers, and what traces and timelines tell of the last requests."""
+"""What remembers requests on purpose: the last step, its drafts and whom the next one withholds; a history and its
+texts their answers; and what traces and timelines tell of the last requests."""
 _OURS = ("vllm_specrollout", "tests.faults")
 _LEAVES = (str, bytes, int, float, bool, type(None))
 
