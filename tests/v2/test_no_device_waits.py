@@ -25,8 +25,8 @@ from tests.v2.models import small_model
 PACKAGE = Path(vllm_specrollout.__file__).parent
 OURS = (str(PACKAGE / "worker" / "v2"), str(PACKAGE.parent / "kernels"))
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "unique")
-# host tensors on any device: vLLM's upper bounds
-ON_HOST = {("verify.py", "numpy")}
+# host tensors on any device: vLLM's upper bounds, and what is about to be sent
+ON_HOST = {("verify.py", "numpy"), ("device_drafts.py", "numpy")}
 
 
 class Detector(TorchFunctionMode):
