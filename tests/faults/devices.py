@@ -276,6 +276,8 @@ class States:
         self.req_id_to_index: dict[str, int] = {}
         self.total_len = SimpleNamespace(gpu=torch.zeros(most_requests, dtype=torch.int32))
         self.all_token_ids = SimpleNamespace(gpu=torch.zeros(most_requests, self.max_model_len, dtype=torch.int32))
+        # of prompt and answer: what is drafted behind an answer's limit is a matter of speed alone
+        self.max_seq_len = np.full(most_requests, self.max_model_len, dtype=np.int32)
 
     def add(self, name: str) -> None:
         taken = self.req_id_to_index.values()

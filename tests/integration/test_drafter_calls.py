@@ -20,7 +20,7 @@ class Asleep:
 
     def __init__(self) -> None:
         self.told: list[Any] = []
-        drafter = SimpleNamespace(proposer=SimpleNamespace(path=Path("first")))
+        drafter = SimpleNamespace(of_vllm=SimpleNamespace(path=Path("first")))
         drop = SimpleNamespace(drop=lambda drafter, error: self.told.append(str(error)))
         self.model_runner = SimpleNamespace(model_drafter=drafter, spec_rollout=drop, settle=lambda: None)
 
@@ -48,6 +48,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         return {"version": len(paths)}
 
     monkeypatch.setattr(calls, "swap", swap)
+    monkeypatch.setattr(calls, "path_of", lambda own: own.path)
     return paths
 
 
@@ -75,6 +76,7 @@ def test_a_drafter_whose_weights_are_gone_is_off(monkeypatch: pytest.MonkeyPatch
         raise ConfigError(f"`{path}` holds no safetensors", "give another")
 
     monkeypatch.setattr(calls, "swap", fails)
+    monkeypatch.setattr(calls, "path_of", lambda own: own.path)
     worker = Worker()
     worker.sleep(2)
     worker.wake_up(None)

@@ -123,7 +123,8 @@ def test_whose_verdict_is_withheld_is_kept_with_its_draft_until_its_next_one(dra
     assert asked == [["b", "a"]] and drafts.kinds[:2].tolist() == [LINED, WITHHELD + LINED]
     # by the step's order, whatever it was when the drafts were made
     assert drafts.withheld(batch_of("a", "b")).tolist() == [False, True]
-    assert drafts.home(verified(drafts, "a", "b"))[:, -2].tolist() == [LINED, WITHHELD + LINED]
+    home = drafts.home(verified(drafts, "a", "b"), rows_are_on_device=False)
+    assert home[:, -1].tolist() == [LINED, WITHHELD + LINED]
     drafts.withhold = lambda names: "somebody who has left"
     drafts.propose(batch_of("a", "b"))
     assert drafts.withheld(batch_of("a", "b")).tolist() == [False, False]
@@ -164,6 +165,7 @@ def test_what_comes_home_is_what_the_step_had(drafts: DeviceDrafts) -> None:
     drafts.propose(batch_of("a", "b"))
     batch = batch_of("b", "a")
     batch.cu_num_logits = torch.tensor([0, 3, 4], dtype=torch.int32)
-    words = drafts.home(batch)
+    words = drafts.home(batch, rows_are_on_device=True)
     assert words[:, :WIDTH].tolist() == [[4, 5, 6, 7], [-1] * 4]
     assert words[0, -2] == LINED and words[:, -1].tolist() == [2, 0], "rows that it had, whatever was drafted"
+    assert drafts.home(batch, rows_are_on_device=False).tolist() == words[:, :-1].tolist()

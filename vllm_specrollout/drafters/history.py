@@ -100,7 +100,8 @@ class HistoryDrafter(KeepsHistory):
 
     def _indexed(self, view: RequestView) -> Live:
         """The request, with its problem's index if there is one: it is being built at first."""
-        live = self._live_of(view)
+        # preempted since and back, if it is not known
+        live = self._live.get(view.request_id) or self._live_of(view)
         if self._steps_left:
             # between two checks, an index that is there is the right one, and one that is not is not built yet
             return live
