@@ -75,7 +75,8 @@ def _dies(folder: Path, how: str, start: str = "") -> None:
     made.begin(VERIFY)
     made.begin(TREES)
     if how == "hangs":
-        with deadline(TREES, 0.0, 0.0, end=lambda: (made.fault("it hangs"), os._exit(70))):  # type: ignore[arg-type]
+        # late enough for what hangs to have begun
+        with deadline(TREES, 0.2, 0.0, end=lambda: (made.fault("it hangs"), os._exit(70))):  # type: ignore[arg-type]
             while True:
                 with suppress(HungError):
                     time.sleep(0.01)
