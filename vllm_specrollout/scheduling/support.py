@@ -40,7 +40,6 @@ TABLE: tuple[Rule, ...] = (
     Rule("penalties and bad_words, V2 runner", CHAIN, "its kernels find a row's history in the rows before it"),
     Rule("steps of more than 8 requests, V2 runner", CHAIN, "there, rows cost more than branches bring"),
     Rule("beside a model that drafts, V2 runner", CHAIN, "vLLM's speculators read what is accepted in the rows' order"),
-    Rule("vLLM's V1 runner on CUDA (fallback)", CHAIN, "no tree attention there; not yet run on a GPU"),
     Rule("several KV cache groups (for example sliding and full attention)", CHAIN, "one block table per group"),
     Rule("sliding windows and softcap, V2 runner", TREE, "the tree kernel computes both, layer by layer"),
     Rule("FLASH_ATTN and TRITON_ATTN, V2 runner", TREE, "the tree kernel reads their KV cache"),
