@@ -192,8 +192,8 @@ class ShadowedAttention:
 class HostTreeAttention(TreeAttention):
     """For the V2 runner on CPU, where kernels are interpreted and vLLM's own cache layout is packed for its own kernel.
 
-    So this layer owns its cache altogether: it writes keys and values plainly, and attends to them through PyTorch. Only
-    nodes go through the GPU's kernel, which is the whole point.
+    So this layer owns its cache altogether: it writes keys and values plainly, and attends to them through PyTorch.
+    Nodes go through the GPU's kernel, which is the whole point.
     """
 
     # weights rounded to bfloat16 would move logits by up to 0.08
