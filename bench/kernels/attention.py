@@ -27,11 +27,53 @@ _COLD_BYTES, _MOST_LAYERS, _FEWEST_LAYERS = 256 << 20, 28, 4
 
 def load() -> Any:
     """Our kernel; only here, for what else is measured does without it."""
-    return importlib.import_module("vllm_specrollout.kernels.tree_attention.kernel").tree_attention
+    return importlib.import_module("vllm_specrollout.kernels.tree_attention.kernel").attend_to_nodes
+
+
+def ours(inputs: AttentionInputs, device: str, kernel: Any) -> Call:
+    """A step's attention in two launches, as in an engine: FlashAttention over the context, our kernel over the nodes."""
+    over_context = flash.context(inputs) if device == "cuda" else functools.partial(_over_context, inputs)
+    starts, size = inputs.query_start_loc, inputs.case.model.head_size
+    keys, values = inputs.own[..., :size], inputs.own[..., size:]
+
+    def call() -> torch.Tensor:
+        out, lse = over_context()
+        kernel(
+            inputs.query, keys, values, out, lse, starts, inputs.num_nodes, inputs.ancestors,
+            **inputs.options, most_nodes=inputs.case.nodes,
+        )  # fmt: skip
+        return out
+
+    return call
+
+
+def _over_context(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `flash.context` yields, where FlashAttention cannot run."""
+    out, lse = torch.empty_like(inputs.query), torch.empty(inputs.case.model.heads, len(inputs.query))
+    group, cap, rows = (
+        inputs.case.model.heads // inputs.case.model.kv_heads,
+        inputs.case.model.softcap,
+        inputs.case.rows,
+    )
+    for r, length in enumerate(inputs.context_lens.tolist()):
+        own = slice(r * rows, (r + 1) * rows)
+        keys, values = (
+            part[inputs.block_table[r].long()]
+            .transpose(1, 2)
+            .flatten(0, 1)[:length]
+            .float()
+            .repeat_interleave(group, 1)
+            for part in (inputs.keys, inputs.values)
+        )
+        scores = torch.einsum("qhd,khd->hqk", inputs.query[own].float(), keys) * inputs.scale
+        scores = cap * torch.tanh(scores / cap) if cap else scores
+        lse[:, own] = scores.logsumexp(-1)
+        out[own] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(out.dtype)
+    return out, lse
 
 
 def specified(inputs: AttentionInputs) -> torch.Tensor:
-    """[rows, heads, head size] float64: what the kernel should compute."""
+    """[rows, heads, head size] float64: what the two should compute."""
     return naive_tree_attention(inputs.query, inputs.keys, inputs.values, *inputs.step, **inputs.options)
 
 
@@ -40,15 +82,15 @@ def excess(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(((found - wanted).abs() / wanted.abs().clamp(min=1)).max())
 
 
-def _compared(found: torch.Tensor, wanted: torch.Tensor, name: str) -> dict[str, Any]:
-    off = excess(found.double(), wanted.double())
-    return {"passed": off <= TOLERANCE, "checked": f"differs from {name} by {off:.3g}, of {TOLERANCE:g} allowed"}
-
-
 def checked(case: Attention, device: str, kernel: Any = None) -> dict[str, Any]:
     """Whether ours, or another kernel in its place, is right on random inputs."""
-    inputs = make_attention(case, device)
-    return _compared(inputs.call(kernel or load()), specified(inputs), "the specification")
+    return _compared(make_attention(case, device), device, kernel or load())
+
+
+def _compared(inputs: AttentionInputs, device: str, kernel: Any) -> dict[str, Any]:
+    off = excess(ours(inputs, device, kernel)().double(), specified(inputs))
+    told = f"differs from the specification by {off:.3g}, of {TOLERANCE:g} allowed"
+    return {"passed": off <= TOLERANCE, "checked": told}
 
 
 def measure(timer: Timer, case: Attention, device: str, layers: int | None = None) -> dict[str, Any]:
@@ -66,9 +108,9 @@ def measure(timer: Timer, case: Attention, device: str, layers: int | None = Non
     inputs = [make_attention(case, device) for _ in range(layers)]
     kernel = load()
     ways, notes = _flash_ways(inputs, device)
-    told = _beside(kernel, inputs[0], ways)
+    told = _compared(inputs[0], device, kernel)
     if told["passed"]:
-        ways = {"ours": [functools.partial(one.call, kernel) for one in inputs], **ways}
+        ways = {"ours": [ours(one, device, kernel) for one in inputs], **ways}
     else:
         notes.append("ours is wrong, so it is not timed")
     times = {}
@@ -101,9 +143,8 @@ def _flash_ways(inputs: list[AttentionInputs], device: str) -> tuple[Ways, list[
     makers: dict[str, Any] = {
         "fa3 graph": lambda one: flash.causal(one, flash.graph_splits()),
         "fa3 auto": lambda one: flash.causal(one, flash.AUTO),
+        "fa3 context": flash.context,
     }
-    if inputs[0].case.nodes:
-        makers |= {"fa3 context": flash.context, "fa3 merged": flash.merged}
     ways, notes = {}, []
     for name, make in makers.items():
         try:
@@ -114,14 +155,3 @@ def _flash_ways(inputs: list[AttentionInputs], device: str) -> tuple[Ways, list[
         except Exception as error:
             notes.append(_note(name, error, device))
     return ways, notes
-
-
-def _beside(kernel: Any, inputs: AttentionInputs, ways: Ways) -> dict[str, Any]:
-    """Whether ours is what another way of computing the same yields, at the very shape that is timed."""
-    found = inputs.call(kernel)
-    if "fa3 merged" in ways:
-        name = "FlashAttention 3 over the context and PyTorch over the nodes"
-        return _compared(found, ways["fa3 merged"][0](), name)
-    if not inputs.case.nodes and "fa3 graph" in ways:
-        return _compared(found, ways["fa3 graph"][0](), "FlashAttention 3")
-    return _compared(found, specified(inputs), "the specification")

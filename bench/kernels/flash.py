@@ -1,4 +1,4 @@
-"""FlashAttention 3 over the same pages: as vLLM's backend calls it, and as the first part of a tree's attention."""
+"""FlashAttention 3 over the same pages: as vLLM's backend calls it, and as the first launch of a tree's attention."""
 
 from __future__ import annotations
 
@@ -27,83 +27,53 @@ def causal(inputs: AttentionInputs, num_splits: int) -> Call:
 
     The schedule is made here and not in the call: vLLM makes it once a step, not once a layer.
     """
-    return _call(inputs, inputs.seq_lens, causal=True, num_splits=num_splits)
-
-
-def context(inputs: AttentionInputs) -> Call:
-    """Every row, root and nodes alike, sees the context and no node; the call returns (output, LSE)."""
-    lens = inputs.seq_lens - inputs.num_nodes
-    return _call(inputs, lens, causal=False, num_splits=graph_splits(), return_softmax_lse=True)
-
-
-def merged(inputs: AttentionInputs) -> Call:
-    """Tree attention in two parts: FlashAttention over the context, PyTorch over the nodes, and vLLM's merge of both.
-
-    The second part is a few small kernels where one would do: what is above the first part's own time is an upper
-    bound. Keys and values of the nodes are at hand in an engine, so they are gathered outside of the call.
-    """
-    from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
-
-    over_context, out = context(inputs), torch.empty_like(inputs.query)
-    batch, nodes, model = inputs.case.batch, inputs.case.nodes, inputs.case.model
-    bits = torch.arange(nodes, device=out.device)
-    slots = (inputs.seq_lens[:, None] - nodes + bits).long()
-    blocks = inputs.block_table.long().gather(1, slots // BLOCK_SIZE)
-    # [batch, heads, nodes, head size]
-    keys, values = (
-        part[blocks, :, slots % BLOCK_SIZE].transpose(1, 2).repeat_interleave(model.heads // model.kv_heads, 1)
-        for part in (inputs.keys, inputs.values)
-    )
-    is_seen = ((inputs.ancestors.view(batch, 1, -1, 1) >> bits) & 1).bool()
-    query = inputs.query.unflatten(0, (batch, -1)).transpose(1, 2)
-
-    def call() -> torch.Tensor:
-        first, lse = over_context()
-        scores = (query @ keys.transpose(2, 3)).float().mul_(inputs.scale).masked_fill_(~is_seen, float("-inf"))
-        own_lse = scores.logsumexp(-1)
-        # a root sees no node: weights of nothing are 0, not nan
-        weights = (scores - own_lse.clamp(min=-1e30)[..., None]).exp_()
-        own = (weights.to(values.dtype) @ values).transpose(1, 2).flatten(0, 1).contiguous()
-        merge_attn_states(out, first, lse, own, own_lse.transpose(0, 1).flatten(1).contiguous())
-        return out
-
-    return call
-
-
-def _call(inputs: AttentionInputs, lens: torch.Tensor, *, causal: bool, num_splits: int, **options: Any) -> Call:
-    """`flash_attn_varlen_func` with its schedule and with all that the variants have in common."""
-    from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func, get_scheduler_metadata
+    from vllm.vllm_flash_attn.flash_attn_interface import get_scheduler_metadata
 
     case = inputs.case
-    keys, values = inputs.kv.transpose(1, 2).split(case.model.head_size, dim=-1)
-    shared = {
-        "cu_seqlens_q": inputs.query_start_loc,
-        "max_seqlen_q": case.rows,
-        "max_seqlen_k": case.seq_len,
-        "causal": causal,
-        "num_splits": num_splits,
-    }
     schedule = get_scheduler_metadata(
         batch_size=case.batch,
+        max_seqlen_q=case.rows,
+        max_seqlen_k=case.seq_len,
         num_heads_q=case.model.heads,
         num_heads_kv=case.model.kv_heads,
         headdim=case.model.head_size,
-        cache_seqlens=lens,
+        cache_seqlens=inputs.seq_lens,
         qkv_dtype=inputs.query.dtype,
+        cu_seqlens_q=inputs.query_start_loc,
         page_size=BLOCK_SIZE,
-        **shared,
+        causal=True,
+        num_splits=num_splits,
     )
+    return _call(inputs, inputs.seq_lens, causal=True, num_splits=num_splits, scheduler_metadata=schedule)
+
+
+def context(inputs: AttentionInputs) -> Call:
+    """Every row, root and nodes alike, sees the context and no node; the call returns (output, LSE).
+
+    As our layers call it, FlashAttention makes its own schedule.
+    """
+    return _call(inputs, inputs.context_lens, causal=False, num_splits=graph_splits(), return_softmax_lse=True)
+
+
+def _call(inputs: AttentionInputs, lens: torch.Tensor, **options: Any) -> Call:
+    """`flash_attn_varlen_func` with all that the variants have in common."""
+    from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
+
+    case = inputs.case
+    keys, values = inputs.kv.transpose(1, 2).split(case.model.head_size, dim=-1)
     return functools.partial(
         flash_attn_varlen_func,
         q=inputs.query,
         k=keys,
         v=values,
         out=torch.empty_like(inputs.query),
+        cu_seqlens_q=inputs.query_start_loc,
+        max_seqlen_q=case.rows,
         seqused_k=lens,
+        max_seqlen_k=case.seq_len,
         softmax_scale=inputs.scale,
+        softcap=case.model.softcap,
         block_table=inputs.block_table,
-        scheduler_metadata=schedule,
         fa_version=3,
-        **shared,
         **options,
     )

@@ -51,7 +51,7 @@ class Kernels(Scenario):
         "BATCHxCONTEXT to time at.",
         parse=Cell.parse_all,
     )
-    nodes: tuple[int, ...] = flag((0, 7, 15), "Nodes of a tree to time.", within=(0, 63))
+    nodes: tuple[int, ...] = flag((7, 15), "Nodes of a tree to time.", within=(1, 63))
     device: str = flag("cuda", "`cpu` interprets the kernels: no time means anything there.", choices=("cuda", "cpu"))
 
     def measure(self, session: Session) -> Found:
@@ -100,7 +100,7 @@ class Kernels(Scenario):
         layers = None if self.device == "cuda" else 1
         for cell in self.cells if "attention" in self.kernels else ():
             for n in self.nodes:
-                case = Attention(model, cell.context, cell.batch, n, "tree" if n else "chain")
+                case = Attention(model, cell.context, cell.batch, n, "tree")
                 name = f"attention {self.model}, {cell}, {n} nodes"
                 yield name, partial(attention.measure, timer, case, self.device, layers=layers)
         most = max(self.nodes)
@@ -148,7 +148,7 @@ def over_flash(row: KernelRow) -> float | None:
 
 _TIMES: Columns = {
     **{"ours": _us("ours"), "FA3": _us("fa3 graph"), "FA3 auto": _us("fa3 auto")},
-    **{"FA3 context": _us("fa3 context"), "and merge": _us("fa3 merged")},
+    "FA3 context": _us("fa3 context"),
     "roof": "roof_us",
     "x FA3": over_flash,
 }
