@@ -2,6 +2,8 @@
 
 Usage: python docs/benchmarks.py                            write the page
        python docs/benchmarks.py SCENARIO REPORT...         replace bench/results/SCENARIO.json first
+
+A REPORT may be that very file, which keeps its runs beside those of others.
 """
 
 from __future__ import annotations
@@ -61,8 +63,9 @@ _TITLES = {
     ),
     "index": (
         "History index",
-        "The index behind the `history` drafter beside arctic-inference's suffix cache. On the device: what is looked"
-        " up there by its specification ([ADR 32](adr/0032-looked-up-on-the-device.md)), which no engine calls yet.",
+        "The index behind the `history` drafter beside arctic-inference's suffix cache. Looked up: what the V2 runner"
+        " drafts on the device, by its specification ([ADR 32](adr/0032-looked-up-on-the-device.md)), beside the"
+        " index's drafts of as many nodes. Both know all that has been said so far.",
     ),
     "try": (
         "Try",
@@ -153,7 +156,9 @@ def main(arguments: Sequence[str]) -> None:
     if arguments:
         name, *paths = arguments
         reports = [json.loads(Path(path).read_text(encoding="utf-8")) for path in paths]
-        (RESULTS / f"{name}.json").write_text(as_text(kept(reports)), encoding="utf-8")
+        body = kept(reports)
+        body["runs"] = [run for one in reports for run in (kept([one]) if "bench" in one else one)["runs"]]
+        (RESULTS / f"{name}.json").write_text(as_text(body), encoding="utf-8")
     text = page()
     if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
         PAGE.write_text(text, encoding="utf-8")
