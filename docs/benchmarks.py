@@ -156,8 +156,8 @@ def main(arguments: Sequence[str]) -> None:
     if arguments:
         name, *paths = arguments
         reports = [json.loads(Path(path).read_text(encoding="utf-8")) for path in paths]
-        body = kept(reports)
-        body["runs"] = [run for one in reports for run in (kept([one]) if "bench" in one else one)["runs"]]
+        body = kept([one for one in reports if "bench" in one])
+        body["runs"] = [run for one in reports if "bench" not in one for run in one["runs"]] + body["runs"]
         (RESULTS / f"{name}.json").write_text(as_text(body), encoding="utf-8")
     text = page()
     if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
