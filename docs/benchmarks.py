@@ -2,6 +2,8 @@
 
 Usage: python docs/benchmarks.py                            write the page
        python docs/benchmarks.py SCENARIO REPORT...         replace bench/results/SCENARIO.json first
+
+A REPORT may be that very file, which keeps its runs beside those of others.
 """
 
 from __future__ import annotations
@@ -61,15 +63,52 @@ _TITLES = {
     ),
     "index": (
         "History index",
-        "The index behind the `history` drafter beside arctic-inference's suffix cache. On the device: what is looked"
-        " up there by its specification ([ADR 32](adr/0032-looked-up-on-the-device.md)), which no engine calls yet.",
+        "The index behind the `history` drafter beside arctic-inference's suffix cache. Looked up: what the V2 runner"
+        " drafts on the device, by its specification ([ADR 32](adr/0032-looked-up-on-the-device.md)), beside the"
+        " index's drafts of as many nodes. Both know all that has been said so far.",
     ),
     "try": (
         "Try",
         "`specrollout try`: engines one after the other, each with the whole device; epochs of the same prompts.",
     ),
+    "curves": (
+        "Curves",
+        "The policy's recorded answers, by vLLM's trace replay, on a shape whose weights are made up: drafts are met as in"
+        " a rollout, steps cost what that shape costs. Stock runs twice in each round: `stock again` is the scatter."
+        " A run by Triton's interpreter counts tokens and tells no time.",
+    ),
     "kernels": ("GPU", "Kernels beside FlashAttention 3, identity and speed on one GPU; [how](gpu.md)."),
 }
+_CURVES = "curves"
+"""The scenario that others' figures stand beside: model and device, what ran, how many at once, figures, source."""
+_ANCHORS: tuple[tuple[str, ...], ...] = (
+    ("model, device", "what", "at once", "tokens a second", "ratio", "tokens a step", "source"),
+    *(
+        ("Qwen3-8B, H100, T = 1", "vLLM, DSpark head", *row, "2.33", "model card Dogacel/Qwen3-8B-DSpark")
+        for row in (("1", "147 -> 260", "1.76"), ("32", "2,995 -> 3,876", "1.29"))
+    ),
+    *(
+        ("Llama-3-8B, H200, greedy", "vLLM V2, EAGLE", *row, "-", "-", "vllm#38399")
+        for row in (("1", "290"), ("8", "2,239"), ("16", "4,087"), ("32", "7,051"), ("64", "9,646"))
+    ),
+    *(
+        ("Qwen3-4B, H100 NVL, greedy", *row, "wejoncy/sfllm#25")
+        for row in (
+            ("DFlash2", "24", "4,530 -> 8,980", "1.98", "4.04"),
+            ("EAGLE-3", "24", "4,530 -> 2,997", "0.66", "-"),
+        )
+    ),
+    *(
+        ("Qwen3-8B, H100", "SGLang, EAGLE-3 tree and FP8, to plain bf16", batch, "-", ratio, "-", "docs.gpustack.ai")
+        for batch, ratio in (("1", "2.7"), ("2", "2.4"), ("4", "2.2"), ("8", "1.6"))
+    ),
+    ("gpt-oss-120B, H200", "vLLM 0.13, EAGLE-3", "to 200", "-", "1.10 to 1.21", "-", "redhat.com, 16 April 2026"),
+    ("GSM8K, greedy", "vLLM V2, MTP: 1 -> 8 tokens", "64", "1,646 -> 2,148", "1.31", "1.84 -> 4.40", "vllm#48892"),
+    ("Qwen3-8B fp8, H100", "vLLM 0.30, plain", "472", "15,103", "-", "1", "tgarg01/silybench-data, 24 September"),
+    ("Qwen3-30B-A3B, 2 H100", "SGLang, EAGLE-3", "1", "222 -> 160 to 208", "0.72 to 0.94", "-", "SpecForge#339"),
+)
+_ANCHORS_TEXT = """What others published, on hosts and data of their own, as anchors: none of it ran here. An arrow
+goes from plain decoding to speculation."""
 _LIMITS = """## Limits
 
 - **Two virtual cores, shared.** Rounds differ by up to 13 %, and so do runs. A speed-up above its ideal is that noise.
@@ -98,7 +137,13 @@ def page() -> str:
         for run in together(name, json.loads(path.read_text(encoding="utf-8"))["runs"]):
             parts.append(_where(run) + "\n\n" + TABLES[name](run) + "\n")
             limits += [below_stock(run)] if name == "sweep" else []
+        parts += [f"{_ANCHORS_TEXT}\n\n{_anchors()}\n"] if name == _CURVES else []
     return "\n".join(parts) + "\n" + "".join(limits)
+
+
+def _anchors() -> str:
+    head, *rows = _ANCHORS
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ("---",) * len(head), *rows))
 
 
 def together(name: str, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -153,7 +198,9 @@ def main(arguments: Sequence[str]) -> None:
     if arguments:
         name, *paths = arguments
         reports = [json.loads(Path(path).read_text(encoding="utf-8")) for path in paths]
-        (RESULTS / f"{name}.json").write_text(as_text(kept(reports)), encoding="utf-8")
+        body = kept([one for one in reports if "bench" in one])
+        body["runs"] = [run for one in reports if "bench" not in one for run in one["runs"]] + body["runs"]
+        (RESULTS / f"{name}.json").write_text(as_text(body), encoding="utf-8")
     text = page()
     if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
         PAGE.write_text(text, encoding="utf-8")

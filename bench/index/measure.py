@@ -191,7 +191,7 @@ def on_the_device(
         makers = (LookedUp, Ours)
         runs = [replay(begun(make(data, config), data, 0), data, nodes, is_chain, batch, 0) for make in makers]
         looked_up, ours = (run.tokens_per_step for run in runs)
-        name = f"accepted, {form} of {nodes}: on the device to the index"
+        name = f"accepted, {form} of {nodes}: looked up to the index"
         rows.append(row(data.name, name, "tokens/step", looked_up, ours, limit, is_least=True))
         report("", 1)
     return rows

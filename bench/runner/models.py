@@ -21,7 +21,15 @@ from .display import Display
 CACHE = Path.home() / ".cache" / "vllm-specrollout" / "models"
 """Folder of models, unless `--cache` names another folder."""
 DTYPES = ("bfloat16", "float32")
-BARE = {**MODELS, "tiny": Model(2, 1, 64, 2, 512, 256)}
+_RANDOM = {name: random_model.SHAPES[name] for name in ("3M", "150M", "400M")}
+BARE = {
+    **MODELS,
+    **{
+        name: Model(one.num_heads, one.num_kv_heads, one.head_dim, one.num_layers, 512, one.intermediate)
+        for name, one in _RANDOM.items()
+    },
+    "tiny": Model(2, 1, 64, 2, 512, 256),
+}
 """Shapes of models without weights; the tiny one is for trying the code itself."""
 
 

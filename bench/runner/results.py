@@ -15,11 +15,12 @@ _ROW = (
     *("pattern", "accuracy", "batch", "name", "draft", "num_requests", "output_tokens", "identical", "difference"),
     *("speedup", "speedup_quartiles", "ideal", "efficiency", "decode_speedup", "makespan_s", "stock_makespan_s"),
     *("steps", "stock_steps", "tokens_per_step", "nodes_per_step", "verified_per_accepted", "overhead_ms_per_step"),
+    *("tokens_per_s", "stock_tokens_per_s", "step_ms", "stock_ms"),
     *("seed", "auto_to_best", "best_draft", "best", "switches", "steps_on", "steps_off", "length_ratio"),
 )
 """Fields kept of a row, where it has them."""
 _DEVICE = (
-    *(*_ROW, "step_ms", "stock_ms", "busy_ms", "idle_ms", "roof_us", "times"),
+    *(*_ROW, "busy_ms", "idle_ms", "roof_us", "times"),
     *("compared", "ties", "drafted", "accepted", "branches"),
 )
 """Fields kept of a row of a GPU's, where they may be told."""
@@ -135,6 +136,19 @@ def speedup(row: Row) -> str | None:
 
 
 _SHARED: Columns = {"speed-up": speedup, "makespan, s": "makespan_s"}
+CURVES: Columns = {
+    "at once": "batch",
+    **same("name", "identical"),
+    "tokens a step": "tokens_per_step",
+    "nodes a step": "nodes_per_step",
+    "steps": lambda row: f"{value(row, 'stock_steps')} -> {value(row, 'steps')}",
+    "step, ms": "step_ms",
+    "stock's, ms": "stock_ms",
+    "tokens a second": "tokens_per_s",
+    "stock's": "stock_tokens_per_s",
+    "of stock's": "speedup x",
+    "quartiles": lambda row: span(value(row, "speedup_quartiles")),
+}
 _ROLLOUT: Columns = {
     **same("name", "batch", "draft"),
     **_SHARED,
@@ -374,5 +388,6 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "index": _of(INDEX),
     "kernels": _gpu,
     "try": _of(_TRY),
+    "curves": _of(CURVES),
 }
 """Scenario, which is its file of bench/results too -> the table of one of its runs."""

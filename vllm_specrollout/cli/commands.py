@@ -25,6 +25,7 @@ BENCHES = {
     "grpo": ("scenarios.grpo", "RL of the small policy, epoch after epoch."),
     "index": ("index.command", "The history index beside arctic-inference's."),
     "sweep": ("scenarios.sweep", "Batches and accuracies: auto, fixed, stock."),
+    "curves": ("scenarios.curves", "Recorded answers at growing batches, on a model of any size."),
     "serving": ("scenarios.serving", "vLLM's serving benchmark, where drafts do not pay."),
     "drafters": ("scenarios.drafters", "Models that draft, side by side."),
     "decoupled": ("scenarios.decoupled", "A model that drafts, in the target's steps and beside them."),
