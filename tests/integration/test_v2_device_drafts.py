@@ -14,17 +14,14 @@ import torch
 
 from tests.faults.devices import States
 from tests.faults.hosts import WITHOUT_A_DEVICE
+from vllm_specrollout.kernels.draft_choice.naive import LINED, LOOKED, MODELLED, WITHHELD
 from vllm_specrollout.observe.guard import Guard
 from vllm_specrollout.worker.v2.device_drafts import (
     LINE,
-    LINED,
-    LOOKED,
     NOBODY,
     SIBLINGS,
-    WITHHELD,
     Bystander,
     DeviceDrafts,
-    Drafts,
     Told,
 )
 from vllm_specrollout.worker.v2.device_times import DeviceTimes
@@ -35,7 +32,7 @@ WIDTH = 4
 @pytest.fixture
 def drafts(monkeypatch: pytest.MonkeyPatch) -> DeviceDrafts:
     """Of two running requests, `a` in row 0 and `b` in row 1, for which nothing is looked up."""
-    for name in ("get_tp_group", "Lookup"):
+    for name in ("get_tp_group", "Lookup", "choose"):
         stands_in = WITHOUT_A_DEVICE[f"device_drafts.{name}"]
         monkeypatch.setattr(f"vllm_specrollout.worker.v2.device_drafts.{name}", stands_in)
     states = States(3, WIDTH)
@@ -102,16 +99,32 @@ def test_a_request_has_no_draft_of_the_one_that_had_its_row(drafts: DeviceDrafts
 
 def test_each_request_gets_the_draft_of_which_most_is_expected(drafts: DeviceDrafts) -> None:
     for row in (0, 1):
-        carry(drafts, row, 3, [4, 5, 6, 7])
+        carry(drafts, row, 3, [4, 5, 6])
     # of nodes that are not there, nothing is expected
     tokens, parents = torch.tensor([[7, 8, -1, -1], [7, -1, -1, -1]]).int(), torch.tensor([[-1, -1, 5, 5]] * 2).int()
     chances = torch.tensor([[1.0, 0.9, 9.0, 9.0], [0.9, 9.0, 9.0, 9.0]])
-    drafts.looks_up, drafts.look_up = True, lambda batch, told: Drafts(tokens, parents, chances)
-    assert drafts.propose(batch_of("a", "b")).tolist() == [[7, 8, -1, -1], [4, 5, 6, 7]]
+    drafts.looks_up, drafts.look_up = True, lambda batch, told: (tokens, parents, chances)
+    assert drafts.propose(batch_of("a", "b")).tolist() == [[7, 8, -1, -1], [4, 5, 6, -1]]
     assert drafts.kinds[:2].tolist() == [LOOKED, LINED] and drafts.drafted[0, 1].tolist()[:2] == [-1, -1]
-    drafts.rate([0.7, 0.1, 0.7])
+    drafts.factors[LINED] = 0.1
     drafts.propose(batch_of("a", "b"))
     assert drafts.kinds[:2].tolist() == [LOOKED, LOOKED], "lines have not held lately"
+
+
+def test_a_model_whose_drafts_nobody_wants_runs_its_first_pass_alone(drafts: DeviceDrafts) -> None:
+    asked: list[tuple[int, bool]] = []
+
+    def model(batch: SimpleNamespace, *, dummy_run: bool, num_speculative_tokens: int) -> torch.Tensor:
+        asked.append((num_speculative_tokens, dummy_run))
+        # behind what it was asked for, what it drafted before
+        return torch.tensor([[7, 8, 9]] * batch.num_reqs)
+
+    drafts._propose, drafts._depth, drafts.model = model, 3, SimpleNamespace(most_tokens=10)
+    assert drafts.propose(batch_of("a")).tolist() == [[7, 8, -1, -1]], "a token that ends it is not drafted"
+    drafts.is_covered = True
+    assert drafts.propose(batch_of("a")).tolist() == [[7, -1, -1, -1]]
+    drafts.propose(batch_of("a"), dummy_run=True)
+    assert asked == [(3, False), (1, False), (3, True)] and drafts.kinds[0] == MODELLED
 
 
 def test_whose_verdict_is_withheld_is_kept_with_its_draft_until_its_next_one(drafts: DeviceDrafts) -> None:

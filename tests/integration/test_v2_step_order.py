@@ -14,6 +14,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from tests.integration.test_v2_host import Recorder, late, request, step
 from tests.trees import batch_of, chain
+from vllm_specrollout.budgets.goodput import Acceptance
 from vllm_specrollout.drafters.looked_up import LateDrafts
 from vllm_specrollout.observe.metrics import Metrics
 from vllm_specrollout.speculator import PlannedStep
@@ -63,11 +64,12 @@ def runner(monkeypatch):
     recorder.is_paused, recorder.steps_off = lambda *args: False, lambda *args: 0
     recorder.budget, recorder.drafters = SimpleNamespace(backs_off=False), []
     made.host, made.spec_rollout = Host(Drafting(recorder), 100), recorder
-    made.shape, made._levels, made.max_draft_tokens, made._withheld = (DraftMode.CHAIN, ""), 0, 4, {}
+    made.shape, made._levels, made._may_skip, made.max_draft_tokens, made._withheld = (DraftMode.CHAIN, ""), 0, False, 4, {}
     made.inputs, made.times = SimpleNamespace(clear=nothing), SimpleNamespace(begin_step=nothing, take=list)
     made.spec_config, made.drafts = SimpleNamespace(max_depth=4), SimpleNamespace(is_paused=False)
     made.req_states, made._on_device = SimpleNamespace(req_id_to_index={"a": 0}), {0}
-    made._windows, made._carried, made._next_withheld = {}, {}, ""
+    made._windows, made._carried, made._next_withheld, made._acceptance = {}, {}, "", Acceptance()
+    made.sources = (0, 0, 1)
     made.verifier, made.adaptive_verification, made.mover = SimpleNamespace(), None, None
     made.tokens_ready, made.output_copy_stream, made._told = Event(), None, ()
     made._during, made._history = nullcontext(), None

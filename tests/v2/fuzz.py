@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_specrollout.worker.v2.device_drafts import Drafts, Told
+from vllm_specrollout.worker.v2.device_drafts import Told
 
 
 class FuzzLookup:
@@ -24,7 +24,7 @@ class FuzzLookup:
         self._rng = np.random.default_rng(seed)
         runner.drafts.look_up = self
 
-    def __call__(self, batch: Any, told: Sequence[Told]) -> Drafts:
+    def __call__(self, batch: Any, told: Sequence[Told]) -> tuple[torch.Tensor, ...]:
         width = self._runner.drafts.width
         tokens = np.full((len(told), width), -1, dtype=np.int32)
         parents = tokens.copy()
@@ -34,7 +34,7 @@ class FuzzLookup:
             may_branch = self._runner.drafts.may_branch and not told[i].is_chain
             self._draw(tokens[i], parents[i], size, rest, may_branch, told[i].ends)
         chances = np.broadcast_to(0.95 ** np.arange(1, width + 1), tokens.shape).astype(np.float32)
-        return Drafts(*(torch.from_numpy(np.ascontiguousarray(each)) for each in (tokens, parents, chances)))
+        return tuple(torch.from_numpy(np.ascontiguousarray(each)) for each in (tokens, parents, chances))
 
     def _rest(self, name: str, row: int) -> list[int]:
         request = self._runner.host.get(name)
