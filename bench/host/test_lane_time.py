@@ -73,6 +73,7 @@ def _lane(names: list[str]) -> Lane:
         speculator.guard, DeviceTimes(torch.device("cpu")),
     )  # fmt: skip
     lane._acceptance, lane._may_skip, lane.sources = Acceptance(), False, (0, 0, 1)
+    lane.drafts.changed, lane.drafts.held, lane._arrived = lane._changed, lane._held, set(names)
     lane.host.plan, lane.host.came_home = lane._plan, lane._came_home
     ends, tokens = np.array([7], dtype=np.int32), np.arange(PROMPT + KNOWN, dtype=np.int32)
     for i, name in enumerate(names):

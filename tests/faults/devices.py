@@ -448,7 +448,8 @@ class RunnerV2(Lane, StockV2):
         self.req_states = States(most_requests, most_drafted)
         texts, nobody = DeviceTexts(history.texts, cpu), Bystander(most_drafted)
         self.drafts = DeviceDrafts(nobody, 0, self.req_states, self._told_of, texts, 8, speculator.guard, self.times)
-        self.drafts.withhold = self._withhold
+        self.drafts.withhold, self.drafts.changed, self.drafts.held = self._withhold, self._changed, self._held
+        self._arrived: set[str] = set()
         Spoilt(self, seed)
         self._late, history.latest = history, lambda: self.latest
         # of the drafters: history and n-grams are looked up, the first one's drafts are carried in lines

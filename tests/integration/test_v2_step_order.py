@@ -23,7 +23,7 @@ from vllm_specrollout.worker.common import Stats
 from vllm_specrollout.worker.drafting import Drafting
 from vllm_specrollout.worker.v2 import runner as runner_module
 from vllm_specrollout.worker.v2.host import Host, StepState
-from vllm_specrollout.worker.v2.lane import Lane
+from vllm_specrollout.worker.v2.lane import Home, Lane
 from vllm_specrollout.worker.v2.runner import MOST_IN_FLIGHT
 
 
@@ -161,3 +161,26 @@ def test_nobody_drafts_and_the_mirror_still_follows(runner):
     runner.tokens_ready = SimpleNamespace(record=lambda stream: None, query=lambda: True, synchronize=lambda: None)
     runner.sample_tokens(None)
     assert runner.host.num_in_flight == 2 and runner.host.get("a").length == 3 + MOST_IN_FLIGHT - 1
+
+
+@pytest.mark.parametrize(
+    ("kinds", "chances", "factor", "is_covered"),
+    [
+        ((0, 0), (0.9, 0.9), 1.0, True),
+        ((0, 2), (0.9, 0.9), 1.0, False),
+        ((0, 0), (0.9, 0.5), 1.0, False),
+        # the model's drafts have held less often, or whoever looks up has
+        ((0, 16), (0.9, 0.5), 0.4, True),
+        ((0, -1), (0.9, 0.9), 1.0, False),
+    ],
+)
+def test_a_batch_is_covered_where_a_model_would_not_be_expected_to_bring_more(
+    kinds: tuple[int, int], chances: tuple[float, float], factor: float, is_covered: bool
+) -> None:
+    own = np.repeat(np.float32(chances), 3).reshape(2, 3)
+    tokens = np.where(np.int32(kinds)[:, None] < 0, -1, np.int32([[4, 5, 6]] * 2))
+    parents = np.int32([[-1, 0, 1]] * 2)
+    words = np.concatenate([tokens, parents, own.view(np.int32), np.int32(kinds)[:, None]], axis=1).astype(np.int32)
+    factors = np.ones((3, 10))
+    factors[2] = factor
+    assert Home(["a", "b"], words, np.int32([3, 3]), (0, 0, 1)).is_covered(factors, 3) == is_covered

@@ -25,7 +25,7 @@ from tests.versions.trees import ROOT
 MOST_SPILLED = {
     (is_hopper, kernel): most if kernel == "_attend" else 8
     for is_hopper, most in ((True, 1100), (False, 1300))
-    for kernel in ("_attend", "_merge", "_sample_blocks", "_walk_trees", "_move", "_scan", "_vote", "_lay_out")
+    for kernel in ("_attend", "_merge", "_sample_blocks", "_walk_trees", "_move", "_scan", "_vote", "_lay_out", "_choose")
 }
 TABLES: dict[str, list[dict[str, Any]]] = json.loads(TABLE.read_text(encoding="utf-8"))
 HERE = metadata.version("triton")
@@ -56,7 +56,7 @@ def check(found: list[dict[str, Any]]) -> None:
 def test_on_hopper_the_kernels_are_those_of_the_table() -> None:
     """One model's attention in all its forms; only if these are made of the same instructions, a row's bits are the
     same in a tall tile and in a low one."""
-    cases = r"4 per key \(Qwen3-8B\)$|^24 drafts of 151,936 tokens$|^8 key heads|^lookups of 16 tokens$|^rows of"
+    cases = r"4 per key \(Qwen3-8B\)$|^24 drafts of 151,936 tokens$|^8 key heads|^lookups of 16 tokens$|^rows of|^the best"
     found = compile_all([90], cases)
     check(found)
     assert {row["kernel"] for row in found} == {kernel for is_hopper, kernel in MOST_SPILLED if is_hopper}

@@ -8,8 +8,8 @@ request gets, and what the device keeps of it until its step. What is looked up 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,31 +27,12 @@ from vllm_specrollout.patches import features
 from vllm_specrollout.types import TENTHS, IntArray
 from vllm_specrollout.worker.v2.device_times import DeviceTimes
 from vllm_specrollout.worker.v2.texts import DeviceTexts
+from vllm_specrollout.worker.v2.told import ENDS, SIBLINGS, Asked, Told, ToldRows
 
 MOST_TILES = 1 << 20
 """Tiles of a batch, at most: 32 MiB for what is found in them. Where there are more, the last texts are left out."""
-SIBLINGS, ENDS = (0, 7, 63), (1, 4, 16, 64)
-"""Columns for running requests whose tokens are looked at beside a request's own, and for tokens that end it. Kernels
-are compiled for each of these numbers; who has more siblings than the last one goes without the others."""
 LINE = 64
 """Tokens that the host carries to the device of a draft which was not made there."""
-
-
-class Told(NamedTuple):
-    """What the host knows of one request that runs."""
-
-    # of its problem's earlier answers; -1: there are none
-    problem: int
-    siblings: Sequence[str]
-    # tokens that end it, which are not drafted
-    ends: IntArray
-    # most nodes; 0: nothing is drafted
-    limit: int
-    # no branches
-    is_chain: bool
-
-
-NOBODY = Told(-1, (), np.zeros(0, np.int32), 0, True)
 
 
 class Bystander(BaseSpeculator):
@@ -93,9 +74,16 @@ class DeviceDrafts:
         self, speculator: Any, depth: int, states: Any, told: Callable[[str], Told], texts: DeviceTexts | None,
         max_depth: int, guard: Guard, times: DeviceTimes,
     ) -> None:  # fmt: skip
-        self._states, self._told, self.texts = states, told, texts
+        self._states, self.texts = states, texts
         self._device, self._guard, self._times = states.device, guard, times
         self.width, most = states.num_speculative_steps, states.max_num_reqs
+        self.told = ToldRows(most, states.req_id_to_index, told)
+        self.changed: Callable[[], Iterable[str]] = tuple
+        """Asked in each step of whom something else is to be told than so far."""
+        self.held: Callable[[], Iterable[str]] = tuple
+        """Asked in each step for whom nothing is drafted now."""
+        self.most = self.width
+        """Nodes of any request, at most."""
         self._speculator, self._propose, self._depth = speculator, speculator.propose, depth
         speculator.propose = self.propose
         # [batch, width] float32 chance of each draft once the one before it holds, by which vLLM may give it a row
@@ -123,7 +111,7 @@ class DeviceDrafts:
         """The model whose drafts are taken; None: none are."""
         self.withhold: Callable[[list[str]], str] = lambda names: ""
         """Names the request of a batch whose verdict is withheld in the next step; empty: none is."""
-        self.look_up: Callable[[InputBatch, Sequence[Told]], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+        self.look_up: Callable[[InputBatch, Asked], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
         self.look_up = self._looked_up
 
     @torch.inference_mode()
@@ -152,16 +140,20 @@ class DeviceDrafts:
         if group.world_size > 1:
             # texts come when they come, and all ranks must compute the same rows
             words[rows] = group.broadcast(words[rows], src=0)
-            known[: len(rows)] = group.broadcast(known[: len(rows)].clone(), src=0)
+            if getattr(self._speculator, "enable_adaptive_verification", False):
+                known[: len(rows)] = group.broadcast(known[: len(rows)].clone(), src=0)
         return words[rows, : self.width].long()
 
     def _choose(self, batch: InputBatch, modelled: torch.Tensor | None) -> bool:
         """Give each request the draft of which most tokens are expected; False: there are none to choose from."""
-        told, states = [self._told(name) for name in batch.req_ids], self._states
+        self.told.renew(self.changed())
+        asked, states = self.told.asked(batch.idx_mapping_np, self.most, may_branch=self.may_branch), self._states
+        for name in self.held():
+            asked.limits[asked.rows == states.req_id_to_index.get(name, -1)] = 0
         looked = None
         if self.looks_up and not self.is_paused:
             with self._times.of("lookup"):
-                looked = self.look_up(batch, told)
+                looked = self.look_up(batch, asked)
         lines = self._lines if self.carries and not self.is_paused else None
         if self.model is None:
             modelled = None
@@ -170,7 +162,7 @@ class DeviceDrafts:
         name = self.withhold(batch.req_ids)
         until = np.minimum(states.max_seq_len[batch.idx_mapping_np], states.max_model_len)
         factors = self.factors.astype(np.float32).view(np.int32)
-        sent = self._sent(self._limits(told), until, self._ends(told), factors)
+        sent = self._sent(asked.limits, until, asked.ends, factors)
         choose(
             self._words, self._confidence, batch.idx_mapping, states.all_token_ids.gpu, states.total_len.gpu,
             *sent[:3], sent[3].view(torch.float32), looked=looked, lines=lines, modelled=modelled,
@@ -240,58 +232,25 @@ class DeviceDrafts:
 
     # --- what the lookup is told -------------------------------------------------------------------------------------
 
-    def _looked_up(
-        self, batch: InputBatch, told: Sequence[Told]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _looked_up(self, batch: InputBatch, asked: Asked) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         states, texts = self._states, self.texts
         if texts is not None:
             texts.apply()
-        asked = self._asked(batch, told)
-        most_tiles = min(self._most_tiles(asked, told), MOST_TILES // len(told))
-        branches = np.fromiter((self.may_branch and not one.is_chain for one in told), np.int32, len(told))
-        on_device = self._sent(asked, self._limits(told), branches, self._ends(told))
+        most_tiles = min(self._most_tiles(asked.texts), MOST_TILES // len(asked.rows))
+        on_device = self._sent(asked.texts, asked.limits, asked.branches, asked.ends)
         buffers = (texts.texts, texts.spans) if texts is not None else self._no_texts()
         return self._lookup(
             *buffers, states.all_token_ids.gpu, states.prompt_len.gpu, states.total_len.gpu, *on_device, most_tiles
         )
 
-    def _limits(self, told: Sequence[Told]) -> IntArray:
-        return np.fromiter((one.limit for one in told), np.int32, len(told))
-
-    def _asked(self, batch: InputBatch, told: Sequence[Told]) -> IntArray:
-        """[R, 2 + siblings] int32: rows of the request, of its problem, and of its siblings, -1 where there are none.
-
-        A kernel is compiled for each number of siblings, so there are few of them.
-        """
-        rows = [
-            [row for name in one.siblings if (row := self._states.req_id_to_index.get(name)) is not None]
-            for one in told
-        ]
-        most = min(max(map(len, rows)), SIBLINGS[-1])
-        asked = np.full((len(told), 2 + next(n for n in SIBLINGS if n >= most)), -1, dtype=np.int32)
-        asked[:, 0] = batch.idx_mapping_np
-        for i, (one, own) in enumerate(zip(told, rows, strict=True)):
-            asked[i, 1] = one.problem
-            asked[i, 2 : 2 + min(len(own), SIBLINGS[-1])] = own[: SIBLINGS[-1]]
-        return asked
-
-    def _ends(self, told: Sequence[Told]) -> IntArray:
-        """[R, some] int32, -1 where a request has fewer."""
-        most = max(len(one.ends) for one in told)
-        columns = next((n for n in ENDS if n >= most), 1 << most.bit_length())
-        ends = np.full((len(told), columns), -1, dtype=np.int32)
-        for own, one in zip(ends, told, strict=True):
-            own[: len(one.ends)] = one.ends
-        return ends
-
-    def _most_tiles(self, asked: IntArray, told: Sequence[Told]) -> int:
+    def _most_tiles(self, asked: IntArray) -> int:
         """Tiles of one request, at most. How long texts are that run, the device alone knows: no longer than this."""
         states = self._states
         most = np.maximum(states.num_computed_tokens_np + self.width + 2, states.prefill_len.np)
         own = -(-most[asked[:, 0]] // TILE)
         others = np.where(asked[:, 2:] >= 0, -(-(most - states.prompt_len.np + 1)[asked[:, 2:]] // TILE), 0)
-        past = [0 if self.texts is None else self.texts.plan.tiles_of(one.problem) for one in told]
-        return int((own + others.sum(axis=1) + np.array(past)).max())
+        past = 0 if self.texts is None else self.texts.plan.tiles_of(asked[:, 1])
+        return int((own + others.sum(axis=1) + past).max())
 
     def _sent(self, *arrays: IntArray) -> list[torch.Tensor]:
         """These arrays of int32 on the device, by one copy; each begins where 16 bytes do."""

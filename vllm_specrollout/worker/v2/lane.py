@@ -45,13 +45,14 @@ from vllm_specrollout.types import (
 from vllm_specrollout.worker.common import levels_of
 from vllm_specrollout.worker.drafting import NO_DRAFTS
 from vllm_specrollout.worker.scheduler import DraftReport
-from vllm_specrollout.worker.v2.device_drafts import LINE, NOBODY, Bystander, DeviceDrafts, Told
+from vllm_specrollout.worker.v2.device_drafts import LINE, Bystander, DeviceDrafts
 from vllm_specrollout.worker.v2.graphs import TREES_UP_TO, profiled_graphs
 from vllm_specrollout.worker.v2.host import InFlight
 from vllm_specrollout.worker.v2.inputs import emptied, holds_prompt
 from vllm_specrollout.worker.v2.model import DeviceModel
 from vllm_specrollout.worker.v2.runner import SpecRolloutV2
 from vllm_specrollout.worker.v2.texts import DeviceTexts
+from vllm_specrollout.worker.v2.told import NOBODY, Told
 from vllm_specrollout.worker.v2.verify import MOST_SPLIT_ROWS
 
 logger = logging.getLogger("vllm.specrollout")
@@ -91,7 +92,9 @@ class Home:
             factors: as `DeviceDrafts` has them.
         """
         most = (self.words.shape[1] - 1) // 3
-        kinds, chances = self.words[:, 3 * most] % WITHHELD, self.words[:, 2 * most : 3 * most].copy().view(np.float32)
+        # nobody's is no better than the model's
+        kinds = np.minimum(self.words[:, 3 * most] % WITHHELD, MODELLED)
+        chances = self.words[:, 2 * most : 3 * most].copy().view(np.float32)
         tenths = np.minimum((chances * TENTHS).astype(np.int64), TENTHS - 1)
         known = np.minimum(chances * factors[kinds[:, None], tenths], 1.0) * (self.words[:, :most] >= 0)
         own = min(CHAIN_CHANCE * factors[MODELLED, int(CHAIN_CHANCE * TENTHS)], 1.0)
@@ -163,6 +166,7 @@ class Lane(SpecRolloutV2):
             self.spec_rollout.guard, self.times,
         )  # fmt: skip
         self.drafts.looks_up, self.drafts.withhold = bool(lookups), self._withhold
+        self.drafts.changed, self.drafts.held = self._changed, self._held
         self.drafts.carries = len(lookups) < len(self.spec_rollout.drafters)
         # tells budgets of the drafts that came home last
         self._late = lookups[0] if lookups else LateDrafts()
@@ -180,6 +184,8 @@ class Lane(SpecRolloutV2):
         """The drafts that came home last, whatever had room, for whoever chooses how many are verified."""
         # requests whose verdict is withheld in a step that is not home yet
         self._withheld: dict[str, None] = {}
+        # requests that have come since drafts were made last
+        self._arrived: set[str] = set()
         self._next_withheld = ""
         self._acceptance = Acceptance()
         # a model's passes need all ranks, which see at different times what came home
@@ -218,6 +224,7 @@ class Lane(SpecRolloutV2):
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         super().add_requests(scheduler_output)
         names = [new.req_id for new in scheduler_output.scheduled_new_reqs]
+        self._arrived.update(names)
         if self.model_drafter is not None and names:
             self.model_drafter.take([self.req_states.req_id_to_index[name] for name in names], names)
 
@@ -234,15 +241,19 @@ class Lane(SpecRolloutV2):
         request = self.host.get(name)
         if request is None or request.admission.shape is DraftMode.OFF:
             return NOBODY
-        admission = request.admission
-        # it decodes plainly until what was withheld of it is found again
-        is_held = name in self.drafting.withheld.held or name in self._withheld
-        limit = 0 if is_held else min(admission.max_draft_tokens, self._most)
-        is_chain = admission.shape is DraftMode.CHAIN or not self.drafting.withheld.may_branch
-        if self._history is None:
-            return Told(-1, (), admission.ends, limit, is_chain)
-        row, siblings = self._history.row_of(name), self._history.siblings_of(name)
-        return Told(row, siblings, admission.ends, limit, is_chain)
+        admission, history = request.admission, self._history
+        is_chain = admission.shape is DraftMode.CHAIN
+        row, siblings = (-1, []) if history is None else (history.row_of(name), history.siblings_of(name))
+        return Told(row, siblings, admission.ends, admission.max_draft_tokens, is_chain)
+
+    def _changed(self) -> set[str]:
+        """Of whom something else is to be told than so far."""
+        names, self._arrived = self._arrived, set()
+        return names if self._history is None else names | self._history.take_changed()
+
+    def _held(self) -> set[str]:
+        """They decode plainly until what was withheld of them is found again."""
+        return {*self.drafting.withheld.held, *self._withheld}
 
     def _may_branch(self, num_requests: int) -> bool:
         # what vLLM's speculators read of a step's rows is what is accepted only if those come first
@@ -276,7 +287,8 @@ class Lane(SpecRolloutV2):
         self._bound_rows(scheduler_output)
         # vLLM's scheduler was told of no drafts, so it names none to be made
         scheduler_output.num_spec_tokens_to_schedule = self.max_draft_tokens
-        self.drafts.may_branch = self._may_branch(step.num_running)
+        self.drafts.may_branch = self._may_branch(step.num_running) and self.drafting.withheld.may_branch
+        self.drafts.most = self._most
         self.drafts.model = self.model_drafter
         self.drafts.is_paused = self.drafting.steps_off(step.number + 1, step.num_running) > 0
         return scheduler_output
