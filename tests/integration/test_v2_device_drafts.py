@@ -103,7 +103,7 @@ def test_each_request_gets_the_draft_of_which_most_is_expected(drafts: DeviceDra
     # of nodes that are not there, nothing is expected
     tokens, parents = torch.tensor([[7, 8, -1, -1], [7, -1, -1, -1]]).int(), torch.tensor([[-1, -1, 5, 5]] * 2).int()
     chances = torch.tensor([[1.0, 0.9, 9.0, 9.0], [0.9, 9.0, 9.0, 9.0]])
-    drafts.looks_up, drafts.look_up = True, lambda batch, asked: (tokens, parents, chances)
+    drafts.looks_up, drafts.look_up = True, lambda *asked: (tokens, parents, chances)
     assert drafts.propose(batch_of("a", "b")).tolist() == [[7, 8, -1, -1], [4, 5, 6, -1]]
     assert drafts.kinds[:2].tolist() == [LOOKED, LINED] and drafts.drafted[0, 1].tolist()[:2] == [-1, -1]
     drafts.factors[LINED] = 0.1
@@ -159,7 +159,7 @@ def test_a_paused_engine_drafts_nothing_and_leaves_nothing_of_what_was(drafts: D
 def test_what_fails_costs_a_step_its_drafts(drafts: DeviceDrafts) -> None:
     carry(drafts, 0, 3, [4, 5, 6, 7])
     drafts._guard, drafts.looks_up = Guard(is_strict=False), True
-    drafts.look_up = lambda batch, asked: 1 // 0
+    drafts.look_up = lambda *asked: 1 // 0
     assert drafts.propose(batch_of("a")).tolist() == [[-1] * 4]
     assert drafts._guard.failures == {"drafting": 1}
 

@@ -24,7 +24,7 @@ class FuzzLookup:
         self._rng = np.random.default_rng(seed)
         runner.drafts.look_up = self
 
-    def __call__(self, batch: Any, asked: Asked) -> tuple[torch.Tensor, ...]:
+    def __call__(self, batch: Any, asked: Asked, on_device: Any) -> tuple[torch.Tensor, ...]:
         width = self._runner.drafts.width
         tokens = np.full((len(asked.rows), width), -1, dtype=np.int32)
         parents = tokens.copy()

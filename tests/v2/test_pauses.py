@@ -38,7 +38,7 @@ def _start(runner: Any, budget: Budget, tokens: Sequence[int]) -> None:
     """Have these tokens drafted for everybody in each step."""
     runner.spec_rollout.budget, runner.spec_rollout.backoff = budget, Backoff()
 
-    def look_up(batch: Any, asked: Asked) -> tuple[torch.Tensor, ...]:
+    def look_up(batch: Any, asked: Asked, on_device: Any) -> tuple[torch.Tensor, ...]:
         drafted = torch.full((len(asked.rows), runner.drafts.width), -1, dtype=torch.int32)
         drafted[:, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
         chain = torch.arange(-1, runner.drafts.width - 1, dtype=torch.int32).repeat(len(asked.rows), 1)

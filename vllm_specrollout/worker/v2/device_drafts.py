@@ -111,7 +111,6 @@ class DeviceDrafts:
         """The model whose drafts are taken; None: none are."""
         self.withhold: Callable[[list[str]], str] = lambda names: ""
         """Names the request of a batch whose verdict is withheld in the next step; empty: none is."""
-        self.look_up: Callable[[InputBatch, Asked], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
         self.look_up = self._looked_up
 
     @torch.inference_mode()
@@ -150,22 +149,22 @@ class DeviceDrafts:
         asked, states = self.told.asked(batch.idx_mapping_np, self.most, may_branch=self.may_branch), self._states
         for name in self.held():
             asked.limits[asked.rows == states.req_id_to_index.get(name, -1)] = 0
+        until = np.minimum(states.max_seq_len[batch.idx_mapping_np], states.max_model_len)
+        sent = self._sent(*asked[1:], until, self.factors.astype(np.float32).view(np.int32))
+        _, limits, _, ends, until_there, factors = sent
         looked = None
         if self.looks_up and not self.is_paused:
             with self._times.of("lookup"):
-                looked = self.look_up(batch, asked)
+                looked = self.look_up(batch, asked, sent[:4])
         lines = self._lines if self.carries and not self.is_paused else None
         if self.model is None:
             modelled = None
         if looked is None and lines is None and modelled is None:
             return False
         name = self.withhold(batch.req_ids)
-        until = np.minimum(states.max_seq_len[batch.idx_mapping_np], states.max_model_len)
-        factors = self.factors.astype(np.float32).view(np.int32)
-        sent = self._sent(asked.limits, until, asked.ends, factors)
         choose(
             self._words, self._confidence, batch.idx_mapping, states.all_token_ids.gpu, states.total_len.gpu,
-            *sent[:3], sent[3].view(torch.float32), looked=looked, lines=lines, modelled=modelled,
+            limits, until_there, ends, factors.view(torch.float32), looked=looked, lines=lines, modelled=modelled,
             most_tokens=self.model.most_tokens if modelled is not None else 0,
             withheld=batch.req_ids.index(name) if name in batch.req_ids else -1, has_branches=self.may_branch,
         )  # fmt: skip
@@ -232,12 +231,13 @@ class DeviceDrafts:
 
     # --- what the lookup is told -------------------------------------------------------------------------------------
 
-    def _looked_up(self, batch: InputBatch, asked: Asked) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _looked_up(
+        self, batch: InputBatch, asked: Asked, on_device: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         states, texts = self._states, self.texts
         if texts is not None:
             texts.apply()
         most_tiles = min(self._most_tiles(asked.texts), MOST_TILES // len(asked.rows))
-        on_device = self._sent(asked.texts, asked.limits, asked.branches, asked.ends)
         buffers = (texts.texts, texts.spans) if texts is not None else self._no_texts()
         return self._lookup(
             *buffers, states.all_token_ids.gpu, states.prompt_len.gpu, states.total_len.gpu, *on_device, most_tiles
