@@ -1,5 +1,5 @@
 """Host time of a step of the V2 lane beside vLLM's own: what the device is told for the next drafts, what comes home of
-the last ones, and what is planned of it. The lookup's launches are left out, and no step waits for any of it.
+the last ones, and what is planned of it. The lookup's launches and the choice's are left out, and no step waits for any of it.
 
 Run: `pytest bench/host/test_lane_time.py --benchmark-only`.
 """
@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 
 import torch
 
-from vllm_specrollout.budgets.goodput import GoodputBudget
+from vllm_specrollout.budgets.goodput import Acceptance, GoodputBudget
 from vllm_specrollout.config import RequestOptions
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.drafters.looked_up import LookedUpHistory
@@ -72,6 +72,8 @@ def _lane(names: list[str]) -> Lane:
         Bystander(WIDTH), 0, _states(names), lane._told_of, DeviceTexts(history.texts, torch.device("cpu")), WIDTH,
         speculator.guard, DeviceTimes(torch.device("cpu")),
     )  # fmt: skip
+    lane._acceptance, lane._may_skip, lane.sources = Acceptance(), False, (0, 0, 1)
+    lane.drafts.changed, lane.drafts.held, lane._arrived = lane._changed, lane._held, set(names)
     lane.host.plan, lane.host.came_home = lane._plan, lane._came_home
     ends, tokens = np.array([7], dtype=np.int32), np.arange(PROMPT + KNOWN, dtype=np.int32)
     for i, name in enumerate(names):
@@ -86,9 +88,10 @@ def _step(batch: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     names = [f"request {i}" for i in range(batch)]
     lane: Any = _lane(names)
     chain = np.arange(-1, WIDTH - 1, dtype=np.int32)
-    chances = (0.9 ** np.arange(1, WIDTH + 1)).astype(np.float32)
+    chances = np.full(WIDTH, 0.9, dtype=np.float32)
     found = [np.tile(row, (batch, 1)) for row in (np.arange(WIDTH, dtype=np.int32) + 20, chain, chances)]
     lane.drafts._lookup = lambda *args: tuple(map(torch.from_numpy, found))
+    monkeypatch.setattr(device_drafts, "choose", lambda *args, **kwargs: None)
     words = np.concatenate([found[0], found[1], found[2].view(np.int32), np.zeros((batch, 1), np.int32)], axis=1)
     input_batch: Any = SimpleNamespace(
         num_reqs=batch, req_ids=names, idx_mapping=torch.arange(batch), idx_mapping_np=np.arange(batch)

@@ -22,6 +22,7 @@ from tests.faults.target import VOCAB, Cache, Prompted, extend, following
 from tests.trees import batch_of, chain
 from tests.v2.fuzz import FuzzLookup
 from vllm_specrollout import _core
+from vllm_specrollout.budgets.goodput import Acceptance
 from vllm_specrollout.observe.metrics import Metrics
 from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.trees.batch import token_lists
@@ -434,6 +435,7 @@ class RunnerV2(Lane, StockV2):
 
     adaptive_verification = lora_config = experts = model_drafter = execute_model_state = _drafted = None
     _levels = 0
+    _may_skip = False
 
     def __init__(
         self, device: Device, speculator: Speculator, metrics: Metrics, most_drafted: int, most_requests: int,
@@ -447,12 +449,14 @@ class RunnerV2(Lane, StockV2):
         self.req_states = States(most_requests, most_drafted)
         texts, nobody = DeviceTexts(history.texts, cpu), Bystander(most_drafted)
         self.drafts = DeviceDrafts(nobody, 0, self.req_states, self._told_of, texts, 8, speculator.guard, self.times)
-        self.drafts.withhold = self._withhold
+        self.drafts.withhold, self.drafts.changed, self.drafts.held = self._withhold, self._changed, self._held
+        self._arrived: set[str] = set()
         Spoilt(self, seed)
         self._late, history.latest = history, lambda: self.latest
         # of the drafters: history and n-grams are looked up, the first one's drafts are carried in lines
         self._on_device, self.sources = {2, 3}, (2, 0, 4)
         self.latest, self._withheld, self._next_withheld, self._windows, self._carried = NO_DRAFTS, {}, "", {}, {}
+        self._acceptance = Acceptance()
         self.host.came_home, self.host.plan = self._came_home, self._plan
         self.draft_graphs = SimpleNamespace(chosen_from=lambda runner: contextlib.nullcontext())
         self.verifier = _Verifier(self)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm_specrollout.kernels.draft_choice.naive import choose
 from vllm_specrollout.kernels.tree_rows.naive import lay_out
 
 from tests.faults.breaking import Broken, Deaf, Knowing
@@ -53,6 +54,7 @@ WITHOUT_A_DEVICE: dict[str, Any] = {
     "inputs.lay_out": lay_out,
     "lane.async_copy_to_np": lambda words: words.clone().numpy(),
     "device_drafts.get_tp_group": lambda: SimpleNamespace(rank_in_group=0, world_size=1),
+    "device_drafts.choose": choose,
     "device_drafts.Lookup": lambda *args, **kwargs: None,
 }
 """What of a V2 device is called by its name -> what stands in for it."""

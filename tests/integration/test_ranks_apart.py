@@ -41,11 +41,12 @@ from vllm_specrollout.worker.drafting import Drafting, drafted_tokens, scheduled
 from vllm_specrollout.worker.models.drafter import Ranks
 from vllm_specrollout.worker.request import Admission
 from vllm_specrollout.worker.scheduler import DraftReport, SpecRolloutOutput
-from vllm_specrollout.worker.v2.device_drafts import LINE, Bystander, DeviceDrafts, Told
+from vllm_specrollout.worker.v2.device_drafts import LINE, Bystander, DeviceDrafts
 from vllm_specrollout.worker.v2.device_times import DeviceTimes
 from vllm_specrollout.worker.v2.host import Host, HostRequest, InFlight, StepState
 from vllm_specrollout.worker.v2.lane import Lane
 from vllm_specrollout.worker.v2.runner import SpecRolloutV2
+from vllm_specrollout.worker.v2.told import Told
 
 PLACES = 6
 
@@ -272,7 +273,7 @@ def test_on_v2_a_verdict_that_the_first_rank_withholds_is_withheld_on_all_of_the
     """They know of it by what the first one broadcasts: its drafts, which alone say whose it is."""
     wire, counts, width = Wire(), [], 4
     for rank in (0, 1):
-        for name in ("get_tp_group", "Lookup"):
+        for name in ("get_tp_group", "Lookup", "choose"):
             stands_in = WITHOUT_A_DEVICE[f"device_drafts.{name}"]
             monkeypatch.setattr(f"vllm_specrollout.worker.v2.device_drafts.{name}", stands_in)
         monkeypatch.setattr("vllm_specrollout.worker.v2.device_drafts.get_tp_group", lambda rank=rank: wire.group(rank))
@@ -305,7 +306,7 @@ def _drafting_runner(width: int) -> Any:
     runner.drafts = DeviceDrafts(
         Bystander(width), 0, runner.req_states, lambda name: told, None, width, guard, runner.times
     )
-    runner.drafts.looks_up = False
+    runner.drafts.looks_up, runner.drafts.changed = False, lambda: runner.req_states.req_id_to_index
     runner.step, runner.inputs = StepState(has_drafts=True), SimpleNamespace(has_branches=False)
     runner.model = SimpleNamespace(compute_logits=lambda hidden: hidden)
     return runner

@@ -14,20 +14,15 @@ import torch
 
 from tests.faults.devices import States
 from tests.faults.hosts import WITHOUT_A_DEVICE
+from vllm_specrollout.kernels.draft_choice.naive import LINED, LOOKED, MODELLED, WITHHELD
 from vllm_specrollout.observe.guard import Guard
 from vllm_specrollout.worker.v2.device_drafts import (
     LINE,
-    LINED,
-    LOOKED,
-    NOBODY,
-    SIBLINGS,
-    WITHHELD,
     Bystander,
     DeviceDrafts,
-    Drafts,
-    Told,
 )
 from vllm_specrollout.worker.v2.device_times import DeviceTimes
+from vllm_specrollout.worker.v2.told import NOBODY, SIBLINGS, Told
 
 WIDTH = 4
 
@@ -35,7 +30,7 @@ WIDTH = 4
 @pytest.fixture
 def drafts(monkeypatch: pytest.MonkeyPatch) -> DeviceDrafts:
     """Of two running requests, `a` in row 0 and `b` in row 1, for which nothing is looked up."""
-    for name in ("get_tp_group", "Lookup"):
+    for name in ("get_tp_group", "Lookup", "choose"):
         stands_in = WITHOUT_A_DEVICE[f"device_drafts.{name}"]
         monkeypatch.setattr(f"vllm_specrollout.worker.v2.device_drafts.{name}", stands_in)
     states = States(3, WIDTH)
@@ -45,7 +40,9 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> DeviceDrafts:
     told = {name: Told(-1, (), np.int32([9]), WIDTH, True) for name in ("a", "b")}
     guard, times = Guard(is_strict=True), DeviceTimes(states.device)
     made = DeviceDrafts(Bystander(WIDTH), 0, states, lambda name: told[name], None, 4, guard, times)
-    made.told, made.looks_up = told, False
+    made.known, made.looks_up = told, False
+    # whatever has changed
+    made.changed = lambda: told
     return made
 
 
@@ -86,9 +83,9 @@ def test_a_line_goes_on_where_what_came_since_is_its_own(
 def test_a_line_ends_before_what_ends_its_request_and_where_its_room_does(drafts: DeviceDrafts) -> None:
     for row in (0, 1):
         carry(drafts, row, 3, [4, 5, 9, 6])
-    drafts.told["b"] = Told(-1, (), np.int32([]), 1, True)
+    drafts.known["b"] = Told(-1, (), np.int32([]), 1, True)
     assert drafts.propose(batch_of("a", "b")).tolist() == [[4, 5, -1, -1], [4, -1, -1, -1]]
-    drafts.told["a"] = NOBODY
+    drafts.known["a"] = NOBODY
     assert drafts.propose(batch_of("a")).tolist() == [[-1] * 4]
 
 
@@ -102,16 +99,32 @@ def test_a_request_has_no_draft_of_the_one_that_had_its_row(drafts: DeviceDrafts
 
 def test_each_request_gets_the_draft_of_which_most_is_expected(drafts: DeviceDrafts) -> None:
     for row in (0, 1):
-        carry(drafts, row, 3, [4, 5, 6, 7])
+        carry(drafts, row, 3, [4, 5, 6])
     # of nodes that are not there, nothing is expected
     tokens, parents = torch.tensor([[7, 8, -1, -1], [7, -1, -1, -1]]).int(), torch.tensor([[-1, -1, 5, 5]] * 2).int()
     chances = torch.tensor([[1.0, 0.9, 9.0, 9.0], [0.9, 9.0, 9.0, 9.0]])
-    drafts.looks_up, drafts.look_up = True, lambda batch, told: Drafts(tokens, parents, chances)
-    assert drafts.propose(batch_of("a", "b")).tolist() == [[7, 8, -1, -1], [4, 5, 6, 7]]
+    drafts.looks_up, drafts.look_up = True, lambda *asked: (tokens, parents, chances)
+    assert drafts.propose(batch_of("a", "b")).tolist() == [[7, 8, -1, -1], [4, 5, 6, -1]]
     assert drafts.kinds[:2].tolist() == [LOOKED, LINED] and drafts.drafted[0, 1].tolist()[:2] == [-1, -1]
-    drafts.rate([0.7, 0.1, 0.7])
+    drafts.factors[LINED] = 0.1
     drafts.propose(batch_of("a", "b"))
     assert drafts.kinds[:2].tolist() == [LOOKED, LOOKED], "lines have not held lately"
+
+
+def test_a_model_whose_drafts_nobody_wants_runs_its_first_pass_alone(drafts: DeviceDrafts) -> None:
+    asked: list[tuple[int, bool]] = []
+
+    def model(batch: SimpleNamespace, *, dummy_run: bool, num_speculative_tokens: int) -> torch.Tensor:
+        asked.append((num_speculative_tokens, dummy_run))
+        # behind what it was asked for, what it drafted before
+        return torch.tensor([[7, 8, 9]] * batch.num_reqs)
+
+    drafts._propose, drafts._depth, drafts.model = model, 3, SimpleNamespace(most_tokens=10)
+    assert drafts.propose(batch_of("a")).tolist() == [[7, 8, -1, -1]], "a token that ends it is not drafted"
+    drafts.is_covered = True
+    assert drafts.propose(batch_of("a")).tolist() == [[7, -1, -1, -1]]
+    drafts.propose(batch_of("a"), dummy_run=True)
+    assert asked == [(3, False), (1, False), (3, True)] and drafts.kinds[0] == MODELLED
 
 
 def test_whose_verdict_is_withheld_is_kept_with_its_draft_until_its_next_one(drafts: DeviceDrafts) -> None:
@@ -146,18 +159,44 @@ def test_a_paused_engine_drafts_nothing_and_leaves_nothing_of_what_was(drafts: D
 def test_what_fails_costs_a_step_its_drafts(drafts: DeviceDrafts) -> None:
     carry(drafts, 0, 3, [4, 5, 6, 7])
     drafts._guard, drafts.looks_up = Guard(is_strict=False), True
-    drafts.look_up = lambda batch, told: 1 // 0
+    drafts.look_up = lambda *asked: 1 // 0
     assert drafts.propose(batch_of("a")).tolist() == [[-1] * 4]
     assert drafts._guard.failures == {"drafting": 1}
 
 
 def test_a_lookup_is_told_where_a_request_its_problem_and_its_siblings_are(drafts: DeviceDrafts) -> None:
-    told = [Told(5, ("a", "gone"), NOBODY.ends, 4, True), Told(-1, (), NOBODY.ends, 4, True)]
-    asked = drafts._asked(batch_of("b", "a"), told)
-    assert asked.tolist() == [[1, 5, 0, *[-1] * (SIBLINGS[1] - 1)], [0, -1, *[-1] * SIBLINGS[1]]]
+    drafts.known["a"] = Told(-1, (), NOBODY.ends, 4, True)
+    drafts.known["b"] = Told(5, ("a", "gone"), NOBODY.ends, 2, False)
+    drafts.told.renew(["a", "b", "gone"])
+    asked = drafts.told.asked(np.array([1, 0]), 3, may_branch=True)
+    assert asked.texts.tolist() == [[1, 5, 0, *[-1] * (SIBLINGS[1] - 1)], [0, -1, *[-1] * SIBLINGS[1]]]
+    assert asked.limits.tolist() == [2, 3] and asked.branches.tolist() == [1, 0]
+    assert not drafts.told.asked(np.array([1]), 3, may_branch=False).branches.any()
     drafts._states.add("one more")
-    crowd = Told(-1, ("one more",) * (SIBLINGS[-1] + 1), NOBODY.ends, 4, True)
-    assert drafts._asked(batch_of("b"), [crowd]).tolist() == [[1, -1, *[2] * SIBLINGS[-1]]], "some go without"
+    drafts.known["b"] = Told(-1, ("one more",) * (SIBLINGS[-1] + 1), NOBODY.ends, 4, True)
+    drafts.told.renew(["b"])
+    texts = drafts.told.asked(np.array([1]), 3, may_branch=True).texts
+    assert texts.tolist() == [[1, -1, *[2] * SIBLINGS[-1]]], "some go without"
+
+
+def test_who_has_more_ends_than_anybody_before_is_told_of_all_of_them(drafts: DeviceDrafts) -> None:
+    drafts.known["b"] = Told(-1, (), np.arange(20, 25, dtype=np.int32), 4, True)
+    drafts.told.renew(["a", "b"])
+    ends = drafts.told.asked(np.array([0, 1]), 3, may_branch=True).ends
+    assert ends.shape == (2, 16) and ends[0].tolist() == [9] + [-1] * 15
+    assert ends[1].tolist() == [20, 21, 22, 23, 24] + [-1] * 11
+    drafts.known["b"] = NOBODY
+    drafts.told.renew(["b"])
+    assert drafts.told.asked(np.array([1]), 3, may_branch=True).ends.max() == -1
+
+
+def test_who_is_held_is_drafted_for_as_soon_as_it_is_not(drafts: DeviceDrafts) -> None:
+    for row in (0, 1):
+        carry(drafts, row, 3, [4, 5, 6, 7])
+    drafts.held = lambda: ["b", "gone"]
+    assert drafts.propose(batch_of("b", "a")).tolist() == [[-1] * 4, [4, 5, 6, 7]]
+    drafts.held = tuple
+    assert drafts.propose(batch_of("b", "a")).tolist() == [[4, 5, 6, 7]] * 2
 
 
 def test_what_comes_home_is_what_the_step_had(drafts: DeviceDrafts) -> None:

@@ -187,7 +187,7 @@ def test_whoever_looks_on_is_told_of_each_step_that_came_home_before_its_request
     recorder, told = Recorder(), []
     host, a = host_of(recorder, ticking), request()
     host.add(a)
-    host.came_home = lambda made: told.append((made, a.length, list(recorder.begun)))
+    host.came_home = lambda made, result: told.append((made, a.length, list(recorder.begun)))
     sent = [step([a], [[7]], [1]), step([a], [[8, 9]], [2], [chain([8])])]
     for one in sent:
         host.sent(one)

@@ -14,6 +14,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from tests.integration.test_v2_host import Recorder, late, request, step
 from tests.trees import batch_of, chain
+from vllm_specrollout.budgets.goodput import Acceptance
 from vllm_specrollout.drafters.looked_up import LateDrafts
 from vllm_specrollout.observe.metrics import Metrics
 from vllm_specrollout.speculator import PlannedStep
@@ -22,7 +23,7 @@ from vllm_specrollout.worker.common import Stats
 from vllm_specrollout.worker.drafting import Drafting
 from vllm_specrollout.worker.v2 import runner as runner_module
 from vllm_specrollout.worker.v2.host import Host, StepState
-from vllm_specrollout.worker.v2.lane import Lane
+from vllm_specrollout.worker.v2.lane import Home, Lane
 from vllm_specrollout.worker.v2.runner import MOST_IN_FLIGHT
 
 
@@ -63,11 +64,12 @@ def runner(monkeypatch):
     recorder.is_paused, recorder.steps_off = lambda *args: False, lambda *args: 0
     recorder.budget, recorder.drafters = SimpleNamespace(backs_off=False), []
     made.host, made.spec_rollout = Host(Drafting(recorder), 100), recorder
-    made.shape, made._levels, made.max_draft_tokens, made._withheld = (DraftMode.CHAIN, ""), 0, 4, {}
+    made.shape, made._levels, made._may_skip, made.max_draft_tokens, made._withheld = (DraftMode.CHAIN, ""), 0, False, 4, {}
     made.inputs, made.times = SimpleNamespace(clear=nothing), SimpleNamespace(begin_step=nothing, take=list)
     made.spec_config, made.drafts = SimpleNamespace(max_depth=4), SimpleNamespace(is_paused=False)
     made.req_states, made._on_device = SimpleNamespace(req_id_to_index={"a": 0}), {0}
-    made._windows, made._carried, made._next_withheld = {}, {}, ""
+    made._windows, made._carried, made._next_withheld, made._acceptance = {}, {}, "", Acceptance()
+    made.sources = (0, 0, 1)
     made.verifier, made.adaptive_verification, made.mover = SimpleNamespace(), None, None
     made.tokens_ready, made.output_copy_stream, made._told = Event(), None, ()
     made._during, made._history = nullcontext(), None
@@ -159,3 +161,26 @@ def test_nobody_drafts_and_the_mirror_still_follows(runner):
     runner.tokens_ready = SimpleNamespace(record=lambda stream: None, query=lambda: True, synchronize=lambda: None)
     runner.sample_tokens(None)
     assert runner.host.num_in_flight == 2 and runner.host.get("a").length == 3 + MOST_IN_FLIGHT - 1
+
+
+@pytest.mark.parametrize(
+    ("kinds", "chances", "factor", "is_covered"),
+    [
+        ((0, 0), (0.9, 0.9), 1.0, True),
+        ((0, 2), (0.9, 0.9), 1.0, False),
+        ((0, 0), (0.9, 0.5), 1.0, False),
+        # the model's drafts have held less often, or whoever looks up has
+        ((0, 16), (0.9, 0.5), 0.4, True),
+        ((0, -1), (0.9, 0.9), 1.0, False),
+    ],
+)
+def test_a_batch_is_covered_where_a_model_would_not_be_expected_to_bring_more(
+    kinds: tuple[int, int], chances: tuple[float, float], factor: float, is_covered: bool
+) -> None:
+    own = np.repeat(np.float32(chances), 3).reshape(2, 3)
+    tokens = np.where(np.int32(kinds)[:, None] < 0, -1, np.int32([[4, 5, 6]] * 2))
+    parents = np.int32([[-1, 0, 1]] * 2)
+    words = np.concatenate([tokens, parents, own.view(np.int32), np.int32(kinds)[:, None]], axis=1).astype(np.int32)
+    factors = np.ones((3, 10))
+    factors[2] = factor
+    assert Home(["a", "b"], words, np.int32([3, 3]), (0, 0, 1)).is_covered(factors, 3) == is_covered

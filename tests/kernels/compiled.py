@@ -172,7 +172,30 @@ class LaidOut:
             )  # fmt: skip
 
 
-Case = Model | Verified | Committed | LookedUp | LaidOut
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What choosing among drafts is compiled for: lookups alone, which may branch, and all three kinds."""
+
+    nodes: int
+    levels: int
+    is_whole: bool = False
+
+    def warm_up(self, gpu: Gpu) -> None:
+        import torch
+        from vllm_specrollout.kernels.draft_choice.kernel import choose
+
+        none, known = torch.zeros(1, dtype=torch.int32), torch.zeros(1, self.nodes)
+        words = torch.zeros(1, 3 * self.nodes + 1, dtype=torch.int32)
+        looked = torch.zeros(2, self.nodes, dtype=torch.int32)
+        given = (words, known, none.long(), words, none, none, none, none[:, None], torch.zeros(3, 10))
+        choose(*given, looked=(*looked[:, None], known), has_branches=True)
+        choose(
+            *given, looked=(*looked[:, None], known), lines=torch.zeros(1, 65, dtype=torch.int32),
+            modelled=torch.zeros(1, self.levels, dtype=torch.int64),
+        )  # fmt: skip
+
+
+Case = Model | Verified | Committed | LookedUp | LaidOut | Chosen
 CASES: dict[str, Case] = {
     "heads of 64, 7 per key (Qwen2.5-0.5B)": Model(14, 2, 64, is_whole=True),
     "heads of 64, 4 per key (Llama-3.2-1B)": Model(32, 8, 64),
@@ -204,6 +227,7 @@ CASES: dict[str, Case] = {
     "lookups of 16 tokens": LookedUp(16, is_whole=True),
     "lookups of 16 tokens, 8 ends": LookedUp(16, 8),
     "rows of 24 drafts": LaidOut(24, is_whole=True),
+    "the best of 24 drafts": Chosen(24, 10, is_whole=True),
 }
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from tests.kernels.compiled import GPUS, HOPPER, TABLE, cell, jobs
 from tests.versions.trees import ROOT
 
-KERNELS = {"_attend", "_sample_blocks", "_walk_trees", "_move", "_scan", "_vote", "_lay_out"}
+KERNELS = {"_attend", "_sample_blocks", "_walk_trees", "_move", "_scan", "_vote", "_lay_out", "_choose"}
 MOST_SPILLED = 8
 """Bytes that a thread may keep in memory for want of registers."""
 TABLES: dict[str, list[dict[str, Any]]] = json.loads(TABLE.read_text(encoding="utf-8"))
@@ -41,7 +41,7 @@ def check(found: list[dict[str, Any]]) -> None:
 
 
 def test_on_hopper_the_kernels_are_those_of_the_table() -> None:
-    cases = r"4 per key \(Qwen3-8B\)$|^24 drafts of 151,936 tokens$|^8 key heads|^lookups of 16 tokens$|^rows of"
+    cases = r"4 per key \(Qwen3-8B\)$|^24 drafts of 151,936 tokens$|^8 key heads|^lookups of 16 tokens$|^rows of|^the best"
     found = compile_all([90], cases)
     check(found)
     assert {row["kernel"] for row in found} == KERNELS

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_specrollout.worker.v2.device_drafts import Drafts, Told
+from vllm_specrollout.worker.v2.told import Asked
 
 
 class FuzzLookup:
@@ -24,17 +24,16 @@ class FuzzLookup:
         self._rng = np.random.default_rng(seed)
         runner.drafts.look_up = self
 
-    def __call__(self, batch: Any, told: Sequence[Told]) -> Drafts:
+    def __call__(self, batch: Any, asked: Asked, on_device: Any) -> tuple[torch.Tensor, ...]:
         width = self._runner.drafts.width
-        tokens = np.full((len(told), width), -1, dtype=np.int32)
+        tokens = np.full((len(asked.rows), width), -1, dtype=np.int32)
         parents = tokens.copy()
         for i, name in enumerate(batch.req_ids):
             rest = self._rest(name, int(batch.idx_mapping[i]))
-            size = int(self._rng.integers(0, told[i].limit + 1)) if told[i].limit else 0
-            may_branch = self._runner.drafts.may_branch and not told[i].is_chain
-            self._draw(tokens[i], parents[i], size, rest, may_branch, told[i].ends)
+            size = int(self._rng.integers(0, asked.limits[i] + 1))
+            self._draw(tokens[i], parents[i], size, rest, bool(asked.branches[i]), asked.ends[i])
         chances = np.broadcast_to(0.95 ** np.arange(1, width + 1), tokens.shape).astype(np.float32)
-        return Drafts(*(torch.from_numpy(np.ascontiguousarray(each)) for each in (tokens, parents, chances)))
+        return tuple(torch.from_numpy(np.ascontiguousarray(each)) for each in (tokens, parents, chances))
 
     def _rest(self, name: str, row: int) -> list[int]:
         request = self._runner.host.get(name)

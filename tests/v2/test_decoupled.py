@@ -24,7 +24,7 @@ from tests.v2.models import small_model as model
 from tests.v2.test_identity import ENGINE, FEATURES
 from vllm_specrollout.cluster.child import Command, WarmDrafter
 from vllm_specrollout.cluster.link import Link
-from vllm_specrollout.worker.v2.device_drafts import MODELLED
+from vllm_specrollout.kernels.draft_choice.naive import MODELLED
 
 pytestmark = pytest.mark.nightly
 

@@ -19,7 +19,7 @@ from tests.e2e.randomness import check_rollouts_leave_randomness_alone
 from tests.v2.models import small_model
 from vllm_specrollout.budgets.base import LONGEST_PAUSE, Backoff, Budget
 from vllm_specrollout.budgets.fixed import FixedBudget
-from vllm_specrollout.worker.v2.device_drafts import Drafts, Told
+from vllm_specrollout.worker.v2.told import Asked
 
 
 @pytest.fixture
@@ -38,11 +38,11 @@ def _start(runner: Any, budget: Budget, tokens: Sequence[int]) -> None:
     """Have these tokens drafted for everybody in each step."""
     runner.spec_rollout.budget, runner.spec_rollout.backoff = budget, Backoff()
 
-    def look_up(batch: Any, told: Sequence[Told]) -> Drafts:
-        drafted = torch.full((len(told), runner.drafts.width), -1, dtype=torch.int32)
+    def look_up(batch: Any, asked: Asked, on_device: Any) -> tuple[torch.Tensor, ...]:
+        drafted = torch.full((len(asked.rows), runner.drafts.width), -1, dtype=torch.int32)
         drafted[:, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-        chain = torch.arange(-1, runner.drafts.width - 1, dtype=torch.int32).expand(drafted.shape)
-        return Drafts(drafted, chain, torch.full(drafted.shape, 0.5))
+        chain = torch.arange(-1, runner.drafts.width - 1, dtype=torch.int32).repeat(len(asked.rows), 1)
+        return drafted, chain, torch.full(drafted.shape, 0.5)
 
     runner.drafts.look_up = look_up
 

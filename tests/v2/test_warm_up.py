@@ -17,6 +17,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_specrollout.kernels.kv_commit import kernel as kv_commit
 from vllm_specrollout.kernels.lookup import kernel as lookup
 from vllm_specrollout.kernels.tree_attention import kernel as tree_attention
+from vllm_specrollout.kernels.draft_choice import kernel as draft_choice
 from vllm_specrollout.kernels.tree_rows import kernel as tree_rows
 from vllm_specrollout.kernels.tree_verify import kernel as tree_verify
 
@@ -37,6 +38,7 @@ KERNELS = (
     (tree_verify, "_walk_trees"),
     (kv_commit, "_move"),
     (tree_rows, "_lay_out"),
+    (draft_choice, "_choose"),
 )
 LOOKUPS = ((lookup, "_scan"), (lookup, "_vote"))
 ENGINE: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 900, "max_num_batched_tokens": 640}
@@ -68,7 +70,7 @@ def test_a_rollout_launches_nothing_that_was_not_compiled_before_it(
         compiled = set(keys)
         keys.clear()
         _rollout(ours)
-    assert {name for name, *_ in keys} == {"_attend", "_sample_blocks", "_walk_trees", "_move", "_lay_out"}
+    assert {name for name, *_ in keys} == {"_attend", "_sample_blocks", "_walk_trees", "_move", "_lay_out", "_choose"}
     assert not (set(keys) - compiled)
 
 
@@ -196,4 +198,4 @@ def test_where_branches_are_not_verified_only_what_judges_chains_is_compiled(
     keys: list[Key] = watch(monkeypatch, *KERNELS)
     path = small_model(tmp_path, "qwen3", "float32")
     with engine(path, "float32", is_ours=True, spec_rollout={"shape": "chain"}, **ENGINE):
-        assert {name for name, *_ in keys} == {"_sample_blocks", "_walk_trees", "_lay_out"}
+        assert {name for name, *_ in keys} == {"_sample_blocks", "_walk_trees", "_lay_out", "_choose"}

@@ -63,7 +63,7 @@ class Acceptance:
     def observe(self, record: StepRecord) -> None:
         """Learn from what was verified, under the weights that were in force."""
         if record.batch is not None and record.batch.views:
-            self._weights_are(record.batch.views[0].weights_version)
+            self.weights_are(record.batch.views[0].weights_version)
         if record.trees.num_nodes:
             self.count(record.trees, record.result)
 
@@ -93,7 +93,8 @@ class Acceptance:
         """Nothing is known of these sources any more."""
         self._counts[:, first_source : first_source + num_sources] = _LEAST
 
-    def _weights_are(self, version: int) -> None:
+    def weights_are(self, version: int) -> None:
+        """What is counted from now on is of these; of others, half of what was counted is left."""
         if self._version is not None and version != self._version:
             np.maximum(self._counts * NEW_WEIGHTS, _LEAST, out=self._counts)
         self._version = version

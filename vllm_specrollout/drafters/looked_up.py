@@ -62,6 +62,7 @@ class LookedUpHistory(KeepsHistory, LateDrafts):
         self.library = self.texts = make_texts(self.store)
         # running requests of each problem and epoch, in the order they came
         self._groups: dict[tuple[str, int], dict[str, None]] = {}
+        self._changed: set[str] = set()
 
     def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
         for view in batch.views:
@@ -80,16 +81,24 @@ class LookedUpHistory(KeepsHistory, LateDrafts):
             return []
         return [other for other in self._groups[live.problem_id, live.epoch] if other != request_id]
 
+    def take_changed(self) -> set[str]:
+        """Running requests whose row or siblings are others than when this was called last."""
+        changed, self._changed = self._changed, set()
+        return changed
+
     def admit(self, view: RequestView) -> None:
         super().admit(view)
         live = self._live[view.request_id]
-        self._groups.setdefault((live.problem_id, live.epoch), {})[view.request_id] = None
+        group = self._groups.setdefault((live.problem_id, live.epoch), {})
+        group[view.request_id] = None
+        self._changed.update(group)
 
     def _leaves(self, request_id: str) -> Live | None:
         live = super()._leaves(request_id)
         if live is not None:
             group = self._groups[live.problem_id, live.epoch]
             del group[request_id]
+            self._changed.update(group)
             if not group:
                 del self._groups[live.problem_id, live.epoch]
         return live

@@ -160,9 +160,10 @@ class Texts:
         self._head = self._num_tokens = 0
         # rows whose spans are to be written
         self._dirty = set[int]()
-        # by row: tiles as of the last `take`, and before it where it changed them
-        self._tiles = [0] * self.most_problems
-        self._tiles_before: dict[int, int] = {}
+        # [rows + 1] tiles as of the last `take`; and those of the one before it, where they were more. The last row is
+        # nobody's
+        self._tiles = np.zeros(self.most_problems + 1, np.int64)
+        self._most_tiles = np.zeros(self.most_problems + 1, np.int64)
         self._unread: OrderedDict[_Problem, None] = OrderedDict()
         self._handed: queue.SimpleQueue[tuple[_Problem, list[_Placed] | None]] = queue.SimpleQueue()
         # texts that were numbered: upwards as they were added, and downwards as they were read
@@ -231,17 +232,22 @@ class Texts:
         pieces = self._place()
         self._read_more()
         rows, self._dirty = sorted(self._dirty), set()
-        self._tiles_before = {row: self._tiles[row] for row in rows}
+        self._most_tiles[:] = self._tiles
         if not rows:
             return None
         spans = np.zeros((len(rows), self.past, 3), np.int32)
         for row, own in zip(rows, spans, strict=True):
             self._tiles[row] = self._fill(own, self._owners[row])
+        np.maximum(self._most_tiles, self._tiles, out=self._most_tiles)
         return Changes(pieces, np.array(rows, np.int64), spans)
 
-    def tiles_of(self, row: int) -> int:
-        """Tiles that the row's texts take, by the last `take` or by the one before it, whichever are more."""
-        return 0 if row < 0 else max(self._tiles[row], self._tiles_before.get(row, 0))
+    def tiles_of(self, rows: IntArray) -> npt.NDArray[np.int64]:
+        """[R] tiles that the rows' texts take, by the last `take` or by the one before it, whichever are more.
+
+        Args:
+            rows: [R] int32; -1: nobody's.
+        """
+        return self._most_tiles[rows]
 
     def stats(self) -> TextsStats:
         return TextsStats(

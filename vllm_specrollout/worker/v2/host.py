@@ -28,6 +28,7 @@ from vllm_specrollout.types import (
     RequestView,
     StepTiming,
     TreeBatch,
+    VerifyResult,
 )
 from vllm_specrollout.worker.drafting import Drafting
 from vllm_specrollout.worker.request import Admission, RequestState
@@ -207,8 +208,8 @@ class Host:
         self._last_home: float | None = None
         # steps that came home, the milliseconds that each took (None: not known), and its tokens
         self._untimed: list[tuple[InFlight, float | None, int]] = []
-        self.came_home: Callable[[InFlight], None] = lambda step: None
-        """Told of each step that was taken in."""
+        self.came_home: Callable[[InFlight, VerifyResult], None] = lambda step, result: None
+        """Told of each step that was taken in, and what of its trees was accepted."""
         self.plan: Callable[[InFlight], PlannedStep | None] = lambda step: None
         """Asked what would be verified of a step's drafts, which are home, before its tokens are taken in."""
         # got their first token in the step that is taken in
@@ -314,7 +315,7 @@ class Host:
             tokens = int(counts.sum())
             self.drafting.observe(step.planned, step.trees, num_accepted, accepted)
             self._untimed.append((step, period_ms if is_uniform else None, tokens))
-            self.came_home(step)
+            self.came_home(step, VerifyResult(num_accepted, accepted))
             version = self.weights_version.number
             for request in filter(self._may_begin, self._begun):
                 self.drafting.begin(request.seen(request.buffer[: request.length], self.max_model_len, version))

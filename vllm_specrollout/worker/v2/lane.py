@@ -25,22 +25,34 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
+from vllm_specrollout.budgets.goodput import Acceptance
 from vllm_specrollout.config import MODEL_SOURCES
 from vllm_specrollout.drafters.looked_up import LateDrafts, LookedUpHistory
+from vllm_specrollout.kernels.draft_choice.naive import CHAIN_CHANCE, MODELLED, WITHHELD
 from vllm_specrollout.observe.guard import CONTAINED
 from vllm_specrollout.speculator import PlannedStep
 from vllm_specrollout.trees.batch import cut, first_paths, over, proposed
-from vllm_specrollout.types import DraftLimits, DraftMode, IntArray, RequestBatch, TreeBatch
+from vllm_specrollout.types import (
+    TENTHS,
+    DraftLimits,
+    DraftMode,
+    FloatArray,
+    IntArray,
+    RequestBatch,
+    TreeBatch,
+    VerifyResult,
+)
 from vllm_specrollout.worker.common import levels_of
 from vllm_specrollout.worker.drafting import NO_DRAFTS
 from vllm_specrollout.worker.scheduler import DraftReport
-from vllm_specrollout.worker.v2.device_drafts import LINE, NOBODY, WITHHELD, Bystander, DeviceDrafts, Told
+from vllm_specrollout.worker.v2.device_drafts import LINE, Bystander, DeviceDrafts
 from vllm_specrollout.worker.v2.graphs import TREES_UP_TO, profiled_graphs
 from vllm_specrollout.worker.v2.host import InFlight
 from vllm_specrollout.worker.v2.inputs import emptied, holds_prompt
 from vllm_specrollout.worker.v2.model import DeviceModel
 from vllm_specrollout.worker.v2.runner import SpecRolloutV2
 from vllm_specrollout.worker.v2.texts import DeviceTexts
+from vllm_specrollout.worker.v2.told import NOBODY, Told
 from vllm_specrollout.worker.v2.verify import MOST_SPLIT_ROWS
 
 logger = logging.getLogger("vllm.specrollout")
@@ -54,7 +66,7 @@ class Home:
     """A step's drafts on their way to the host; they are there when the step's tokens are."""
 
     request_ids: list[str]
-    # [R, 3 * K + 1] int32 tokens, parents, bits of the chances, and who made the draft; or one more: as `rows`
+    # [R, 3 * K + 1] int32 as `choose` writes them; or one more: as `rows`
     words: np.ndarray
     # [R] how many of each draft had rows; None: `words` say
     rows: IntArray | None
@@ -64,19 +76,30 @@ class Home:
     def proposed(self) -> TreeBatch:
         """All that was drafted, whatever had room."""
         most = (self.words.shape[1] - 1) // 3
-        tokens, parents, chances = np.split(self.words[:, : 3 * most], 3, axis=1)
+        tokens, parents, bits = np.split(self.words[:, : 3 * most], 3, axis=1)
         is_there = tokens >= 0
-        own = np.ascontiguousarray(chances).view(np.float32)
-        # of a node, given its parent
-        above = np.where(parents >= 0, np.take_along_axis(own, np.maximum(parents, 0), axis=1), 1.0)
-        given = np.clip(own / np.where(is_there, above, 1.0), 1e-9, 1.0)
+        chances = np.clip(bits[is_there].view(np.float32), 1e-9, 1.0)
         starts = np.concatenate([[0], np.cumsum(is_there.sum(axis=1))]).astype(np.int32)
-        trees = proposed(
-            self.request_ids, starts, tokens[is_there], parents[is_there], np.log(given[is_there]).astype(np.float32), 0
-        )
+        trees = proposed(self.request_ids, starts, tokens[is_there], parents[is_there], np.log(chances), 0)
         sources = np.array(self.sources, dtype=np.int32)[np.maximum(self.words[:, 3 * most], 0) % WITHHELD]
         trees.source[:] = np.repeat(sources, trees.sizes)
         return trees
+
+    def is_covered(self, factors: FloatArray, levels: int) -> bool:
+        """Whether nobody has drafts of a model's, nor would so many levels of it have been expected to bring more.
+
+        Args:
+            factors: as `DeviceDrafts` has them.
+        """
+        most = (self.words.shape[1] - 1) // 3
+        # nobody's is no better than the model's
+        kinds = np.minimum(self.words[:, 3 * most] % WITHHELD, MODELLED)
+        chances = self.words[:, 2 * most : 3 * most].copy().view(np.float32)
+        tenths = np.minimum((chances * TENTHS).astype(np.int64), TENTHS - 1)
+        known = np.minimum(chances * factors[kinds[:, None], tenths], 1.0) * (self.words[:, :most] >= 0)
+        own = min(CHAIN_CHANCE * factors[MODELLED, int(CHAIN_CHANCE * TENTHS)], 1.0)
+        is_enough = known.cumprod(axis=1).sum(axis=1) >= (own ** np.arange(1, levels + 1)).sum()
+        return bool((is_enough & (kinds != MODELLED)).all())
 
     def drafted(self) -> TreeBatch:
         """What of it was verified."""
@@ -143,6 +166,8 @@ class Lane(SpecRolloutV2):
             self.spec_rollout.guard, self.times,
         )  # fmt: skip
         self.drafts.looks_up, self.drafts.withhold = bool(lookups), self._withhold
+        self.drafts.changed, self.drafts.held = self._changed, self._held
+        self.drafts.carries = len(lookups) < len(self.spec_rollout.drafters)
         # tells budgets of the drafts that came home last
         self._late = lookups[0] if lookups else LateDrafts()
         self._late.latest = lambda: self.latest
@@ -159,7 +184,15 @@ class Lane(SpecRolloutV2):
         """The drafts that came home last, whatever had room, for whoever chooses how many are verified."""
         # requests whose verdict is withheld in a step that is not home yet
         self._withheld: dict[str, None] = {}
+        # requests that have come since drafts were made last
+        self._arrived: set[str] = set()
         self._next_withheld = ""
+        self._acceptance = Acceptance()
+        # a model's passes need all ranks, which see at different times what came home
+        speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+        self._may_skip = (
+            self._levels > 1 and not speculative.parallel_drafting and parallel.world_size_across_dp == 1
+        )
         self.host.came_home, self.host.plan = self._came_home, self._plan
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -191,6 +224,7 @@ class Lane(SpecRolloutV2):
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         super().add_requests(scheduler_output)
         names = [new.req_id for new in scheduler_output.scheduled_new_reqs]
+        self._arrived.update(names)
         if self.model_drafter is not None and names:
             self.model_drafter.take([self.req_states.req_id_to_index[name] for name in names], names)
 
@@ -207,15 +241,19 @@ class Lane(SpecRolloutV2):
         request = self.host.get(name)
         if request is None or request.admission.shape is DraftMode.OFF:
             return NOBODY
-        admission = request.admission
-        # it decodes plainly until what was withheld of it is found again
-        is_held = name in self.drafting.withheld.held or name in self._withheld
-        limit = 0 if is_held else min(admission.max_draft_tokens, self._most)
-        is_chain = admission.shape is DraftMode.CHAIN or not self.drafting.withheld.may_branch
-        if self._history is None:
-            return Told(-1, (), admission.ends, limit, is_chain)
-        row, siblings = self._history.row_of(name), self._history.siblings_of(name)
-        return Told(row, siblings, admission.ends, limit, is_chain)
+        admission, history = request.admission, self._history
+        is_chain = admission.shape is DraftMode.CHAIN
+        row, siblings = (-1, []) if history is None else (history.row_of(name), history.siblings_of(name))
+        return Told(row, siblings, admission.ends, admission.max_draft_tokens, is_chain)
+
+    def _changed(self) -> set[str]:
+        """Of whom something else is to be told than so far."""
+        names, self._arrived = self._arrived, set()
+        return names if self._history is None else names | self._history.take_changed()
+
+    def _held(self) -> set[str]:
+        """They decode plainly until what was withheld of them is found again."""
+        return {*self.drafting.withheld.held, *self._withheld}
 
     def _may_branch(self, num_requests: int) -> bool:
         # what vLLM's speculators read of a step's rows is what is accepted only if those come first
@@ -249,7 +287,8 @@ class Lane(SpecRolloutV2):
         self._bound_rows(scheduler_output)
         # vLLM's scheduler was told of no drafts, so it names none to be made
         scheduler_output.num_spec_tokens_to_schedule = self.max_draft_tokens
-        self.drafts.may_branch = self._may_branch(step.num_running)
+        self.drafts.may_branch = self._may_branch(step.num_running) and self.drafting.withheld.may_branch
+        self.drafts.most = self._most
         self.drafts.model = self.model_drafter
         self.drafts.is_paused = self.drafting.steps_off(step.number + 1, step.num_running) > 0
         return scheduler_output
@@ -297,13 +336,19 @@ class Lane(SpecRolloutV2):
     def _came(self, home: Home, words: torch.Tensor) -> TreeBatch:
         """The step's drafts are home. Until then `words` is kept, which they are copied from."""
         self.latest = home.proposed()
+        if self._may_skip:
+            self.drafts.is_covered = home.is_covered(self.drafts.factors, self._levels)
         if self._history is not None:
             self._history.lookups += self.latest.num_requests
             self._history.hits += int(np.count_nonzero(self.latest.sizes))
         return home.cut(self.latest)
 
-    def _came_home(self, step: InFlight) -> None:
+    def _came_home(self, step: InFlight, result: VerifyResult) -> None:
         self._withheld.pop(step.withheld, None)
+        if step.trees.num_nodes and self.drafting.is_drafting:
+            self._acceptance.weights_are(step.weights_version)
+            self._acceptance.count(step.trees, result)
+            self.drafts.factors = self._acceptance.calibration()[list(self.sources)]
 
     def _learn(self) -> None:
         # what is home is taken in, and nothing is waited for
