@@ -73,8 +73,8 @@ _TITLES = {
     ),
     "curves": (
         "Curves",
-        "The policy's recorded answers, by vLLM's trace replay, on a shape whose weights are made up: drafts are met as in"
-        " a rollout, steps cost what that shape costs. Stock runs twice in each round: `stock again` is the scatter."
+        "The policy's recorded answers, by vLLM's trace replay, on a shape whose weights are made up: drafts are met as"
+        " in a rollout, steps cost what that shape costs. Stock runs twice in each round: `stock again` is the scatter."
         " A run by Triton's interpreter counts tokens and tells no time.",
     ),
     "kernels": ("GPU", "Kernels beside FlashAttention 3, identity and speed on one GPU; [how](gpu.md)."),

@@ -1,5 +1,5 @@
 """Host time of a step of the V2 lane beside vLLM's own: what the device is told for the next drafts, what comes home of
-the last ones, and what is planned of it. The lookup's launches and the choice's are left out, and no step waits for any of it.
+the last ones, and what is planned of it. Launches of the lookup and the choice are left out: no step waits for it.
 
 Run: `pytest bench/host/test_lane_time.py --benchmark-only`.
 """

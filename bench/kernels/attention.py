@@ -31,7 +31,7 @@ def load() -> Any:
 
 
 def ours(inputs: AttentionInputs, device: str, kernel: Any) -> Call:
-    """A step's attention in two launches, as in an engine: FlashAttention over the context, our kernel over the nodes."""
+    """A step's attention in two launches, as in an engine: FlashAttention over the context, our kernel over nodes."""
     over_context = flash.context(inputs) if device == "cuda" else functools.partial(_over_context, inputs)
     starts, size = inputs.query_start_loc, inputs.case.model.head_size
     keys, values = inputs.own[..., :size], inputs.own[..., size:]

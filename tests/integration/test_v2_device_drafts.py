@@ -11,10 +11,10 @@ pytest.importorskip("vllm")
 pytest.importorskip("triton")
 
 import torch
+from vllm_specrollout.kernels.draft_choice.naive import LINED, LOOKED, MODELLED, WITHHELD
 
 from tests.faults.devices import States
 from tests.faults.hosts import WITHOUT_A_DEVICE
-from vllm_specrollout.kernels.draft_choice.naive import LINED, LOOKED, MODELLED, WITHHELD
 from vllm_specrollout.observe.guard import Guard
 from vllm_specrollout.worker.v2.device_drafts import (
     LINE,

@@ -64,7 +64,8 @@ def runner(monkeypatch):
     recorder.is_paused, recorder.steps_off = lambda *args: False, lambda *args: 0
     recorder.budget, recorder.drafters = SimpleNamespace(backs_off=False), []
     made.host, made.spec_rollout = Host(Drafting(recorder), 100), recorder
-    made.shape, made._levels, made._may_skip, made.max_draft_tokens, made._withheld = (DraftMode.CHAIN, ""), 0, False, 4, {}
+    made.shape, made._levels, made._may_skip = (DraftMode.CHAIN, ""), 0, False
+    made.max_draft_tokens, made._withheld = 4, {}
     made.inputs, made.times = SimpleNamespace(clear=nothing), SimpleNamespace(begin_step=nothing, take=list)
     made.spec_config, made.drafts = SimpleNamespace(max_depth=4), SimpleNamespace(is_paused=False)
     made.req_states, made._on_device = SimpleNamespace(req_id_to_index={"a": 0}), {0}

@@ -41,7 +41,9 @@ def check(found: list[dict[str, Any]]) -> None:
 
 
 def test_on_hopper_the_kernels_are_those_of_the_table() -> None:
-    cases = r"4 per key \(Qwen3-8B\)$|^24 drafts of 151,936 tokens$|^8 key heads|^lookups of 16 tokens$|^rows of|^the best"
+    cases = (
+        r"4 per key \(Qwen3-8B\)$|^24 drafts of 151,936 tokens$|^8 key heads|^lookups of 16 tokens$|^rows of|^the best"
+    )
     found = compile_all([90], cases)
     check(found)
     assert {row["kernel"] for row in found} == KERNELS

@@ -14,6 +14,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm_specrollout.kernels.draft_choice.naive import MODELLED
+
 from tests.e2e.drafting_models import perturbed
 from tests.e2e.elsewhere import Elsewhere, decode, until
 from tests.e2e.identity.cases import Case, cases
@@ -24,7 +26,6 @@ from tests.v2.models import small_model as model
 from tests.v2.test_identity import ENGINE, FEATURES
 from vllm_specrollout.cluster.child import Command, WarmDrafter
 from vllm_specrollout.cluster.link import Link
-from vllm_specrollout.kernels.draft_choice.naive import MODELLED
 
 pytestmark = pytest.mark.nightly
 

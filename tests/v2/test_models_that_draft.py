@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm import SamplingParams
+from vllm_specrollout.kernels.draft_choice.naive import MODELLED
 
 import bench
 import vllm_specrollout
@@ -23,7 +24,6 @@ from tests.v2.models import small_model as model
 from tests.v2.test_identity import ENGINE, FEATURES
 from vllm_specrollout.config import envs
 from vllm_specrollout.worker.v2 import model as drafting
-from vllm_specrollout.kernels.draft_choice.naive import MODELLED
 
 POLICY = Path(bench.__path__[0]) / "policy"
 SAMPLED = ("temperature 1", "greedy", "top_p")

@@ -14,10 +14,10 @@ pytest.importorskip("vllm")
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm_specrollout.kernels.draft_choice import kernel as draft_choice
 from vllm_specrollout.kernels.kv_commit import kernel as kv_commit
 from vllm_specrollout.kernels.lookup import kernel as lookup
 from vllm_specrollout.kernels.tree_attention import kernel as tree_attention
-from vllm_specrollout.kernels.draft_choice import kernel as draft_choice
 from vllm_specrollout.kernels.tree_rows import kernel as tree_rows
 from vllm_specrollout.kernels.tree_verify import kernel as tree_verify
 

@@ -190,9 +190,7 @@ class Lane(SpecRolloutV2):
         self._acceptance = Acceptance()
         # a model's passes need all ranks, which see at different times what came home
         speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
-        self._may_skip = (
-            self._levels > 1 and not speculative.parallel_drafting and parallel.world_size_across_dp == 1
-        )
+        self._may_skip = self._levels > 1 and not speculative.parallel_drafting and parallel.world_size_across_dp == 1
         self.host.came_home, self.host.plan = self._came_home, self._plan
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
