@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm import envs
 from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 
@@ -103,6 +105,8 @@ def with_lane(vllm_config: VllmConfig) -> VllmConfig:
     # a tree may have more nodes than levels, and no model's drafts have branches
     has_branches = config.shape != "chain" and model is None
     width = config.max_draft_tokens if has_branches else min(config.max_draft_tokens, config.max_depth)
+    if not has_branches and envs.VLLM_BATCH_INVARIANT:
+        width = min(width, most_in_one_tile(vllm_config))
     clone = copy.copy(vllm_config)
     if model is not None:
         clone.speculative_config = speculative_config(vllm_config, given)
@@ -111,6 +115,17 @@ def with_lane(vllm_config: VllmConfig) -> VllmConfig:
         width = max(width, clone.speculative_config.num_speculative_tokens)
     clone.speculative_config = speculative_config(vllm_config, {**given, "num_speculative_tokens": width})
     return clone
+
+
+def most_in_one_tile(vllm_config: VllmConfig) -> int:
+    """Most nodes of a chain whose rows FlashAttention 3 sums as it sums a plain row: in tiles of equally many keys.
+
+    With heads of 64 a request's rows, one for each query head of a group, take other tiles than a plain row's once
+    they are more than 64. With larger heads all take the same.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
+    return max(64 // group - 1, 1) if model.get_head_size() <= 64 else sys.maxsize
 
 
 @dataclass(slots=True)
