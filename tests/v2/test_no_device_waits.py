@@ -14,13 +14,16 @@ pytest.importorskip("vllm")
 
 import torch
 from torch.overrides import TorchFunctionMode
+from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
 import vllm_specrollout
+from tests.e2e.drafting_models import drafting_with
 from tests.e2e.identity.cases import Case, cases
 from tests.e2e.identity.check import VOCAB, fuzz
 from tests.e2e.identity.compare import run
 from tests.e2e.identity.engines import engine
 from tests.v2.models import small_model
+from tests.v2.test_rows_by_cost import by_cost
 
 PACKAGE = Path(vllm_specrollout.__file__).parent
 OURS = (str(PACKAGE / "worker" / "v2"), str(PACKAGE.parent / "kernels"))
@@ -109,18 +112,27 @@ class Late:
         assert self.query(), "a step waited for tokens that were not home"
 
 
-@pytest.mark.parametrize("drafter", ["history", "ngram", "draft_model"])
+@pytest.mark.parametrize("drafter", ["history", "ngram", "draft_model", "eagle", "rows by cost"])
 def test_no_step_waits_for_tokens_that_are_not_home(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: None, drafter: str
 ) -> None:
     path = small_model(tmp_path, "llama", "float32")
     own: dict[str, Any] = {"drafters": [drafter], "max_draft_tokens": 4, "max_depth": 4}
     if drafter == "draft_model":
-        given = {"method": "draft_model", "model": path, "num_speculative_tokens": 2}
-        own |= {"drafters": [], "speculative_config": given}
+        model = {"method": "draft_model", "model": path, "num_speculative_tokens": 2}
+        own |= {"drafters": [], "speculative_config": model}
+    elif drafter == "eagle":
+        # it has learned nothing, so what is accepted is looked up
+        model = {**drafting_with("eagle", path, tmp_path / "head"), "num_speculative_tokens": 2}
+        own |= {"drafters": ["ngram"], "speculative_config": model}
+    elif drafter == "rows by cost":
+        eager = adaptive_verification._assign_draft_token_budget
+        monkeypatch.setattr(adaptive_verification, "_assign_draft_token_budget_compiled", eager)
+        own |= {"drafters": ["ngram"], "shape": "chain"}
     repeated = Case("twice", "twice", [5, 6, 7] * 5, {"temperature": 0, "max_tokens": 24, "ignore_eos": True})
     with engine(path, "float32", is_ours=True, spec_rollout=own, max_num_seqs=4) as ours:
         runner = ours.runner
+        given = by_cost(ours, 0.3) if drafter == "rows by cost" else [(0, 0)]
         truth = run(ours.llm, [repeated], enabled=False)[0].outputs[0].token_ids
         run(ours.llm, [repeated])
         runner.settle()
@@ -138,3 +150,4 @@ def test_no_step_waits_for_tokens_that_are_not_home(
         Late.steps += 2
         runner.settle()
         assert runner.stats.accepted > accepted
+    assert given

@@ -22,7 +22,7 @@ from tests.v2.test_identity import ENGINE
 ASKED = ("greedy", "temperature 1", "top_p", "frequency penalty", "logprobs", "bad words")
 
 
-def _by_cost(ours: Engine, row_ms: float) -> list[tuple[int, int]]:
+def by_cost(ours: Engine, row_ms: float) -> list[tuple[int, int]]:
     """Have vLLM choose rows as on a device whose steps take so long for each; returns (drafts, rows given) by step."""
     runner, given = ours.runner, list[tuple[int, int]]()
     manager = adaptive_verification.AdaptiveVerificationManager(
@@ -57,7 +57,7 @@ def test_rows_given_by_cost_yield_stocks_tokens(
     answers = {c.problem_id: list(o.outputs[0].token_ids) for c, o in zip(requests, truth, strict=True)}
     own = {"max_draft_tokens": 6, "max_depth": 6, "shape": "chain"}
     with engine(path, "float32", is_ours=True, spec_rollout=own, **ENGINE) as ours:
-        given = _by_cost(ours, row_ms)
+        given = by_cost(ours, row_ms)
         fuzz(ours, answers, 7, 0.9)
         got = run(ours.llm, requests)
         ours.runner.settle()
