@@ -17,7 +17,7 @@ TENTHS = 10
 """Chances that factors tell apart."""
 
 
-class Offer(NamedTuple):
+class Bid(NamedTuple):
     """One request's of one kind. Parents come before their children; -1 is the root."""
 
     tokens: list[int]
@@ -36,7 +36,7 @@ def choose(
     width = confidence.shape[1]
     for request, row in enumerate(rows.tolist()):
         length, limit, barred = int(lengths[row]), int(limits[request]), ends[request].tolist()
-        found: dict[int, Offer] = {}
+        found: dict[int, Bid] = {}
         if looked is not None:
             found[LOOKED] = looked_up(*(column[request].tolist() for column in looked))
         if lines is not None:
@@ -59,27 +59,27 @@ def choose(
         confidence[request] = torch.tensor(known[kind][:there] + [0.0] * (width - there))
 
 
-def looked_up(tokens: Sequence[int], parents: Sequence[int], paths: Sequence[float]) -> Offer:
+def looked_up(tokens: Sequence[int], parents: Sequence[int], paths: Sequence[float]) -> Bid:
     """A lookup's, which says how likely the target walks down to each node."""
     size = next((j for j, token in enumerate(tokens) if token < 0), len(tokens))
     above = [paths[parent] if parent >= 0 else 1.0 for parent in parents[:size]]
     chances = [path / most for path, most in zip(paths, above, strict=False)]
-    return Offer(list(tokens[:size]), list(parents[:size]), chances)
+    return Bid(list(tokens[:size]), list(parents[:size]), chances)
 
 
-def chain(tokens: Sequence[int], width: int, limit: int, ends: Sequence[int]) -> Offer:
+def chain(tokens: Sequence[int], width: int, limit: int, ends: Sequence[int]) -> Bid:
     """The tokens down to where there are no more, a request may have no more, or one ends it."""
     most = min(len(tokens), width, limit)
     size = next((j for j in range(most) if tokens[j] < 0 or tokens[j] in ends), most)
-    return Offer(list(tokens[:size]), list(range(-1, size - 1)), [CHAIN_CHANCE] * size)
+    return Bid(list(tokens[:size]), list(range(-1, size - 1)), [CHAIN_CHANCE] * size)
 
 
-def calibrated(draft: Offer, factors: Sequence[float]) -> list[float]:
+def calibrated(draft: Bid, factors: Sequence[float]) -> list[float]:
     """What the chances come to by what held lately."""
     return [min(chance * factors[min(int(chance * TENTHS), TENTHS - 1)], 1.0) for chance in draft.chances]
 
 
-def expected(draft: Offer, chances: Sequence[float]) -> float:
+def expected(draft: Bid, chances: Sequence[float]) -> float:
     """Tokens that it brings."""
     paths: list[float] = []
     for parent, chance in zip(draft.parents, chances, strict=True):

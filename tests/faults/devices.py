@@ -296,9 +296,9 @@ class Spoilt(FuzzLookup):
     def __init__(self, runner: Any, seed: int) -> None:
         super().__init__(runner, {}, VOCAB, seed, quality=0.9)
 
-    def __call__(self, batch: Any, told: Any) -> Any:
+    def __call__(self, batch: Any, asked: Any, on_device: Any) -> Any:
         self._runner.drafts.texts.apply()
-        return super().__call__(batch, told)
+        return super().__call__(batch, asked, on_device)
 
     def _rest(self, name: str, row: int) -> list[int]:
         rows, chance = self._runner.device_.rows, self._rng.random()
