@@ -7,6 +7,7 @@ Run: `pytest bench/host/test_lane_time.py --benchmark-only`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,14 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
 
+from tests.e2e.schedulers import BLOCK, Bench
+from tests.v2.models import small_model
 from vllm_specrollout.budgets.goodput import Acceptance, GoodputBudget
 from vllm_specrollout.config import RequestOptions
 from vllm_specrollout.config.drafters import HistoryConfig
@@ -121,3 +129,21 @@ def _step(batch: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 def test_host_time_of_a_step_of_the_lane(benchmark: Any, monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
     benchmark.extra_info["batch"] = batch
     benchmark.pedantic(_step(batch, monkeypatch), rounds=60, warmup_rounds=5)
+
+
+@pytest.mark.parametrize("batch", [1, 64, 256])
+def test_host_time_of_a_step_of_stocks_scheduler(benchmark: Any, tmp_path: Path, batch: int) -> None:
+    """A schedule and its tokens, of plain requests that decode: a part of what stock's host does in a step."""
+    scheduler = Bench(small_model(tmp_path, "llama", "float32"), max_num_seqs=256).scheduler("stock ahead", 4096)
+    params, hasher = SamplingParams(max_tokens=500, ignore_eos=True), get_request_block_hasher(BLOCK, sha256)
+    for i in range(batch):
+        scheduler.add_request(Request(f"request {i}", [5] * 8, params, None, block_hasher=hasher))
+
+    def run() -> None:
+        output = scheduler.schedule()
+        names = list(output.num_scheduled_tokens)
+        index = {name: i for i, name in enumerate(names)}
+        scheduler.update_from_output(output, ModelRunnerOutput(names, index, [[7]] * len(names)))
+
+    benchmark.extra_info["batch"] = batch
+    benchmark.pedantic(run, rounds=60, warmup_rounds=5)
