@@ -1,4 +1,4 @@
-"""FlashAttention 3 over the same pages: as vLLM's backend calls it, and as the first part of a tree's attention."""
+"""FlashAttention 3 over the same pages: as vLLM's backend calls it, and as the first launch of a tree's attention."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from .inputs import AttentionInputs
 from .shapes import BLOCK_SIZE
 from .timing import Call
 
+
 def graph_splits() -> int:
     """The number of splits that vLLM captures its graphs with."""
     from vllm.config.attention import AttentionConfig
@@ -24,13 +25,31 @@ def causal(inputs: AttentionInputs) -> Call:
 
     The schedule is made here and not in the call: vLLM makes it once a step, not once a layer.
     """
-    return _call(inputs, inputs.seq_lens, causal=True)
+    case = inputs.case
+    schedule = _schedule(
+        inputs.query.device.type,
+        batch_size=case.batch,
+        max_seqlen_q=case.rows,
+        max_seqlen_k=case.seq_len,
+        num_heads_q=case.model.heads,
+        num_heads_kv=case.model.kv_heads,
+        headdim=case.model.head_size,
+        cache_seqlens=inputs.seq_lens,
+        qkv_dtype=inputs.query.dtype,
+        cu_seqlens_q=inputs.query_start_loc,
+        page_size=BLOCK_SIZE,
+        causal=True,
+        num_splits=graph_splits(),
+    )
+    return _call(inputs, inputs.seq_lens, causal=True, scheduler_metadata=schedule)
 
 
 def context(inputs: AttentionInputs) -> Call:
-    """Every row, root and nodes alike, sees the context and no node; the call returns (output, LSE)."""
-    lens = inputs.seq_lens - inputs.num_nodes
-    return _call(inputs, lens, causal=False, return_softmax_lse=True)
+    """Every row, root and nodes alike, sees the context and no node; the call returns (output, LSE).
+
+    As our layers call it, FlashAttention makes its own schedule.
+    """
+    return _call(inputs, inputs.context_lens, causal=False, return_softmax_lse=True)
 
 
 def attend(device: str) -> Callable[..., Any]:
@@ -44,8 +63,8 @@ def attend(device: str) -> Callable[..., Any]:
 
 def plain(
     *, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, seqused_k: torch.Tensor,
-    block_table: torch.Tensor, softmax_scale: float, causal: bool, out: torch.Tensor | None = None,
-    return_softmax_lse: bool = False, **_: Any,
+    block_table: torch.Tensor, softmax_scale: float, causal: bool, softcap: float = 0.0,
+    out: torch.Tensor | None = None, return_softmax_lse: bool = False, **_: Any,
 ) -> Any:  # fmt: skip
     """The same in PyTorch, for dry walks and tests."""
     out = torch.empty_like(q) if out is None else out
@@ -57,6 +76,7 @@ def plain(
             for part in (k, v)
         )
         scores = torch.einsum("qhd,khd->hqk", q[rows].double(), keys) * softmax_scale
+        scores = softcap * torch.tanh(scores / softcap) if softcap else scores
         if causal:
             hidden = torch.arange(length)[None] > torch.arange(length - scores.shape[1], length)[:, None]
             scores = scores.masked_fill(hidden, float("-inf"))
@@ -73,39 +93,24 @@ def _schedule(device: str, **sizes: Any) -> Any:
     return get_scheduler_metadata(**sizes)
 
 
-def _call(inputs: AttentionInputs, lens: torch.Tensor, *, causal: bool, **options: Any) -> Call:
-    """`flash_attn_varlen_func` with its schedule and with all that the variants have in common."""
+def _call(inputs: AttentionInputs, lens: torch.Tensor, **options: Any) -> Call:
+    """`flash_attn_varlen_func` with all that the variants have in common."""
     case = inputs.case
     keys, values = inputs.kv.transpose(1, 2).split(case.model.head_size, dim=-1)
-    shared = {
-        "cu_seqlens_q": inputs.query_start_loc,
-        "max_seqlen_q": case.rows,
-        "max_seqlen_k": case.seq_len,
-        "causal": causal,
-        "num_splits": graph_splits(),
-    }
-    schedule = _schedule(
-        inputs.query.device.type,
-        batch_size=case.batch,
-        num_heads_q=case.model.heads,
-        num_heads_kv=case.model.kv_heads,
-        headdim=case.model.head_size,
-        cache_seqlens=lens,
-        qkv_dtype=inputs.query.dtype,
-        page_size=BLOCK_SIZE,
-        **shared,
-    )
     return functools.partial(
         attend(inputs.query.device.type),
         q=inputs.query,
         k=keys,
         v=values,
         out=torch.empty_like(inputs.query),
+        cu_seqlens_q=inputs.query_start_loc,
+        max_seqlen_q=case.rows,
         seqused_k=lens,
+        max_seqlen_k=case.seq_len,
         softmax_scale=inputs.scale,
+        softcap=case.model.softcap,
         block_table=inputs.block_table,
-        scheduler_metadata=schedule,
+        num_splits=graph_splits(),
         fa_version=3,
-        **shared,
         **options,
     )

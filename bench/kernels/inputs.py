@@ -12,13 +12,14 @@ from .shapes import BLOCK_SIZE, Attention, Verdict, ancestor_words, tree
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """Arguments of `tree_attention`, see there for their meaning."""
+    """What one layer attends to in a step."""
 
     case: Attention
     query: torch.Tensor
     # [blocks, kv heads, block size, 2 * head size] bf16, one layer's cache in vLLM's layout: keys before values
     kv: torch.Tensor
-    out: torch.Tensor
+    # [rows, kv heads, 2 * head size] what of it the step's own rows wrote
+    own: torch.Tensor
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     # [batch, blocks per request] int32; a request's blocks are scattered over the cache
@@ -40,18 +41,17 @@ class AttentionInputs:
 
     @property
     def options(self) -> dict[str, float]:
-        model = self.case.model
-        return {"scale": self.scale, "sliding_window": model.window, "softcap": model.softcap}
+        return {"scale": self.scale, "softcap": self.case.model.softcap}
 
     @property
     def step(self) -> tuple[torch.Tensor, ...]:
         """What says which row sees what."""
         return self.query_start_loc, self.seq_lens, self.block_table, self.num_nodes, self.ancestors
 
-    def call(self, kernel: Any) -> torch.Tensor:
-        most = {"max_query_len": self.case.rows, "max_seq_len": self.case.seq_len}
-        kernel(self.query, self.keys, self.values, self.out, *self.step, **self.options, **most)
-        return self.out
+    @property
+    def context_lens(self) -> torch.Tensor:
+        """[batch] keys below a request's first node."""
+        return self.seq_lens - self.num_nodes
 
 
 def make_attention(case: Attention, device: str) -> AttentionInputs:
@@ -59,15 +59,18 @@ def make_attention(case: Attention, device: str) -> AttentionInputs:
     blocks = batch * case.blocks
     kv = torch.empty((blocks, model.kv_heads, BLOCK_SIZE, 2 * model.head_size), dtype=torch.bfloat16, device=device)
     query = torch.empty((batch * case.rows, model.heads, model.head_size), dtype=torch.bfloat16, device=device)
+    kv.normal_()
+    table = torch.randperm(blocks, dtype=torch.int32, device=device).view(batch, -1)
+    slots = torch.arange(case.seq_len - case.rows, case.seq_len, device=device)
     words = torch.tensor(ancestor_words(case.nodes, case.kind), dtype=torch.int64, device=device)
     return AttentionInputs(
         case=case,
         query=query.normal_(),
-        kv=kv.normal_(),
-        out=torch.empty_like(query),
+        kv=kv,
+        own=kv[table[:, slots // BLOCK_SIZE].long(), :, slots % BLOCK_SIZE].flatten(0, 1),
         query_start_loc=torch.arange(0, query.shape[0] + 1, case.rows, dtype=torch.int32, device=device),
         seq_lens=torch.full((batch,), case.seq_len, dtype=torch.int32, device=device),
-        block_table=torch.randperm(blocks, dtype=torch.int32, device=device).view(batch, -1),
+        block_table=table,
         num_nodes=torch.full((batch,), case.nodes, dtype=torch.int32, device=device),
         ancestors=words.repeat(batch),
     )

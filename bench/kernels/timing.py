@@ -45,6 +45,7 @@ class Timer:
     def time(self, calls: Sequence[Call]) -> Time:
         raise NotImplementedError
 
+
 class GraphTimer(Timer):
     """Times calls that do the same work on different memory, as the layers of a model do, on the current CUDA device.
 

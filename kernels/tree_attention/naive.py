@@ -1,8 +1,6 @@
-"""Specification of the kernel: what it computes, in loops and float64."""
+"""Specification of a step's attention with draft trees: what it computes, in loops and float64."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 
@@ -18,27 +16,35 @@ def naive_tree_attention(
     ancestors: torch.Tensor,
     *,
     scale: float,
-    sliding_window: int = 0,
     softcap: float = 0.0,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
 ) -> torch.Tensor:
-    """[T, Hq, D] float64, zeros in rows of no request. Arguments are those of `kernel.tree_attention`."""
+    """[T, Hq, D] float64, zeros in rows of no request.
+
+    Args:
+        query: [T, Hq, D].
+        key_cache: [blocks, Hkv, block size, D] of all tokens and nodes; so are values.
+        value_cache: [blocks, Hkv, block size, D].
+        query_start_loc: [R + 1] first row of each request.
+        seq_lens: [R] keys of each request, its rows' own included.
+        block_table: [R, max blocks] the blocks in which a request's key slots stand.
+        num_nodes: [R] how many of a request's last rows are nodes of a draft tree.
+        ancestors: [T] int64, of a node's row: bit j is set if and only if node j is the node or above it.
+        scale: factor of the products of queries and keys.
+        softcap: c in c * tanh(score / c); 0: none.
+    """
     group = query.shape[1] // key_cache.shape[1]
     block_size = key_cache.shape[2]
     result = torch.zeros(query.shape, dtype=torch.float64, device=query.device)
     for request, seq_len in enumerate(seq_lens.tolist()):
         begin, end = query_start_loc[request : request + 2].tolist()
-        if begin == end:
-            continue
-        slots = torch.arange(seq_len)
-        blocks = block_table[request].cpu()[slots // block_size].long()
+        slots = torch.arange(seq_len, device=query.device)
+        blocks = block_table[request][slots // block_size].long()
         # [keys, Hq, D]
-        keys = key_cache[blocks, :, slots % block_size].double().repeat_interleave(group, dim=1) * k_scale
-        values = value_cache[blocks, :, slots % block_size].double().repeat_interleave(group, dim=1) * v_scale
+        keys = key_cache[blocks, :, slots % block_size].double().repeat_interleave(group, dim=1)
+        values = value_cache[blocks, :, slots % block_size].double().repeat_interleave(group, dim=1)
         words = ancestors[begin:end].tolist()
         for row in range(begin, end):
-            visible = visible_slots(row - begin, words, seq_len, int(num_nodes[request]), sliding_window)
+            visible = visible_slots(row - begin, words, seq_len, int(num_nodes[request]))
             scores = torch.einsum("hd,khd->hk", query[row].double(), keys[visible]) * scale
             if softcap:
                 scores = softcap * torch.tanh(scores / softcap)
@@ -46,21 +52,9 @@ def naive_tree_attention(
     return result
 
 
-def visible_slots(row: int, words: list[int], seq_len: int, num_nodes: int, sliding_window: int) -> list[int]:
+def visible_slots(row: int, words: list[int], seq_len: int, num_nodes: int) -> list[int]:
     """Key slots that a request's row sees, ascending; `words` are the ancestors of all the request's rows."""
+    if row < len(words) - num_nodes:
+        return list(range(seq_len - len(words) + row + 1))
     base = seq_len - num_nodes  # slot of node 0
-    first_node = len(words) - num_nodes  # its row
-    nodes = [word & (2**64 - 1) for word in words[first_node:]]
-
-    def position(slot: int) -> int:
-        """Nodes stand as far behind the root, which is in slot base - 1, as they are deep."""
-        return slot if slot < base else base - 1 + nodes[slot - base].bit_count()
-
-    own = seq_len - len(words) + row
-    if row < first_node:
-        seen = list(range(own + 1))
-    else:
-        word = nodes[row - first_node]
-        seen = [*range(base), *(base + j for j in range(num_nodes) if word >> j & 1)]
-    window = sliding_window or math.inf
-    return [slot for slot in seen if position(slot) > position(own) - window]
+    return [*range(base), *(base + j for j in range(num_nodes) if words[row] >> j & 1)]

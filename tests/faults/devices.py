@@ -368,6 +368,7 @@ class StockV2:
             idx_mapping=torch.from_numpy(rows), cu_num_logits_np=logits, cu_num_logits=torch.from_numpy(logits),
             query_start_loc=starts, input_ids=torch.zeros(int(starts[-1]), dtype=torch.int32),
             logits_indices=torch.arange(int(logits[-1])), num_draft_tokens=sum(rooms),
+            seq_lens=torch.zeros(len(names), dtype=torch.int32),
         )  # fmt: skip
 
     def _laid_out(self, batch: Any, room: np.ndarray) -> TreeBatch:

@@ -26,7 +26,6 @@ from vllm_specrollout.types import (
 )
 from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting, drafted_tokens, scheduled_trees
 from vllm_specrollout.worker.v1.cpu_runner import SpecRolloutCPURunner
-from vllm_specrollout.worker.v1.cuda_runner import ChainMixin
 from vllm_specrollout.worker.withheld import SelfCheckError
 
 FORKED = DraftTree(
@@ -288,6 +287,7 @@ def test_a_tree_without_scratch_blocks_left_drafts_its_best_path():
 
 
 def test_too_many_nodes_are_cut_to_equal_shares():
-    runner = SimpleNamespace(most_nodes=4)
-    trees = ChainMixin._fit(runner, batch_of([chain([1, 2, 3]), chain([4, 5, 6]), EMPTY_TREE]), requests_of(3))
+    runner = SimpleNamespace(scratch=np.arange(2), block_size=16, noise=SimpleNamespace(most_nodes=4))
+    batch = RequestBatch.of(views_of(3, num_tokens=20))
+    trees = SpecRolloutCPURunner._fit(runner, batch_of([chain([1, 2, 3]), chain([4, 5, 6]), EMPTY_TREE]), batch)
     assert drafted_tokens(trees) == (["0", "1"], [[1, 2], [4, 5]])

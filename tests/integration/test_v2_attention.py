@@ -1,4 +1,4 @@
-"""Which attention a layer's rows go through: vLLM's own, or the tree kernel."""
+"""Which attention a layer's rows go through: vLLM's own, or a context's and the nodes'."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FORK = DraftTree(np.int32([5, 6]), np.int32([-1, -1]), np.zeros(2, np.float32), 
 class Inner:
     """vLLM's implementation of a layer."""
 
-    scale, sliding_window, logits_soft_cap = 0.125, (7, 0), 30.0
+    scale, head_size, logits_soft_cap, vllm_flash_attn_version = 0.125, 4, 30.0, 3
 
     def __init__(self):
         self.calls = []
@@ -49,11 +49,18 @@ class Inner:
 
 @pytest.fixture
 def layer(monkeypatch):
-    made = TreeAttention(Inner(), TreeInputs(4, 16, "cpu"))
+    made = TreeAttention(Inner(), TreeInputs(4, 16, "cpu"), MOST)
     made.launches = []
     # no kernel runs here
     monkeypatch.setattr(inputs_module, "lay_out", lay_out)
-    monkeypatch.setattr(module, "tree_attention", lambda *args, **options: made.launches.append(options))
+    made.contexts = []
+
+    def flash(**options):
+        made.contexts.append(options)
+        return options["out"], "its sums"
+
+    monkeypatch.setattr(module.fa_utils, "flash_attn_varlen_func", flash, raising=False)
+    monkeypatch.setattr(module, "attend_to_nodes", lambda *args, **options: made.launches.append((args, options)))
     return made
 
 
@@ -66,6 +73,7 @@ def batch_of(rows: list[int]):
         query_start_loc=starts,
         cu_num_logits=starts,
         logits_indices=torch.arange(sum(rows)),
+        seq_lens=torch.tensor(rows, dtype=torch.int32) + 40,
         input_ids=torch.zeros(sum(rows), dtype=torch.int32),
     )
 
@@ -87,11 +95,12 @@ def step(layer, trees, **scales):
     query = torch.zeros(sum(rows), 2, 4)
     metadata = SimpleNamespace(
         num_actual_tokens=sum(rows),
-        seq_lens=torch.tensor(rows),
+        seq_lens=torch.tensor(rows) + 40,
         query_start_loc=None,
         block_table=None,
         max_query_len=max(rows),
-        max_seq_len=9,
+        max_seq_len=50,
+        max_num_splits=32,
     )
     cache = torch.zeros(2, 1, 16, 8)
     output = torch.zeros(sum(rows), 2, 4)
@@ -168,17 +177,21 @@ def test_a_model_for_which_nothing_is_drafted_gets_no_row_of_the_room():
     assert runner.drafts.is_paused and not runner.step.has_drafts
 
 
-def test_chains_go_through_vllms_own_attention_and_branches_through_the_tree_kernel(layer):
+def test_chains_go_through_vllms_own_attention_and_branches_through_two_launches(layer):
     assert step(layer, {"0": chain([1, 2, 3])}) == "vLLM's"
     assert (len(layer.inner.calls), len(layer.launches)) == (1, 0)
     step(layer, {"0": chain([1, 2, 3]), "1": FORK})
-    assert (len(layer.inner.calls), len(layer.launches)) == (1, 1)
+    assert (len(layer.inner.calls), len(layer.contexts), len(layer.launches)) == (1, 1, 1)
 
 
-def test_the_kernel_is_told_the_layers_scale_window_and_softcap(layer):
+def test_flash_attention_is_told_of_contexts_and_the_kernel_of_nodes(layer):
     step(layer, {"0": FORK})
-    told = layer.launches[0]
-    assert (told["scale"], told["sliding_window"], told["softcap"]) == (0.125, 8, 30.0)
+    context, (_, options) = layer.contexts[0], layer.launches[0]
+    # the second request has no nodes: its row is of its context
+    assert context["seqused_k"].tolist() == [41, 41] and not context["causal"] and context["return_softmax_lse"]
+    assert (context["num_splits"], context["fa_version"], context["softcap"]) == (32, 3, 30.0)
+    assert [tuple(context[name].shape) for name in ("k", "v")] == [(2, 16, 1, 4)] * 2
+    assert options == {"scale": 0.125, "softcap": 30.0, "most_nodes": MOST}
 
 
 @pytest.mark.parametrize("name", ["output_scale", "output_block_scale"])
@@ -200,9 +213,9 @@ def test_a_step_of_chains_leaves_no_tree_in_the_buffers_that_graphs_read(layer):
     step(layer, {"0": chain([1, 2])})
     assert not layer.inputs.by_ancestors and len(layer.launches) == 1
     # a graph of a step with branches, padded to more requests than it has
-    layer.inputs.num_nodes[:] = 7
+    layer.inputs.num_nodes[:] = layer.inputs.context_lens[:] = 7
     step(layer, {"0": FORK})
-    assert layer.inputs.num_nodes.tolist() == [2, 0, 0, 0]
+    assert layer.inputs.num_nodes.tolist() == [2, 0, 0, 0] and layer.inputs.context_lens.tolist() == [41, 41, 0, 0]
 
 
 def test_rows_of_branches_stand_at_their_depth_and_those_of_chains_at_their_place(layer):

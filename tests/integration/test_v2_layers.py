@@ -43,6 +43,7 @@ def backend(name: str, path: str) -> type:
 
 FLASH = backend("FlashAttentionBackend", "flash_attn")
 TRITON = backend("TritonAttentionBackend", "triton_attn")
+CPU = backend("CPUAttentionBackend", "cpu_attn")
 FLASHINFER = backend("FlashInferBackend", "flashinfer")
 # what a model makes of a backend for itself keeps its name, not its place
 DERIVED = type("StaticSinkAttentionBackend", (FLASH,), {"__module__": "vllm.model_executor.layers.attention"})
@@ -58,6 +59,8 @@ def impl_of(**changes):
             "sinks": None,
             "sliding_window": (-1, -1),
             "logits_soft_cap": 0,
+            "kv_sharing_target_layer_name": None,
+            "vllm_flash_attn_version": 3,
             "fused_output_quant_supported": lambda key: False,
             **changes,
         }
@@ -80,12 +83,11 @@ def shape_of(impl=None, spec=FULL, backend=FLASH, **config):
     ("impl", "spec", "backend"),
     [
         ({}, FULL, FLASH),
-        ({"kv_cache_dtype": "bfloat16", "chunk_lookback": -1}, FULL, TRITON),
-        ({"sliding_window": (127, 0)}, SLIDING, FLASH),
-        ({"sliding_window": (127, 0)}, dataclasses.replace(FULL, sliding_window=128), FLASH),
-        ({"logits_soft_cap": 30.0}, FULL, TRITON),
+        ({"kv_cache_dtype": "bfloat16"}, FULL, FLASH),
+        ({"vllm_flash_attn_version": 2, "logits_soft_cap": 30.0}, FULL, FLASH),
+        ({"vllm_flash_attn_version": None, "sliding_window": -1}, FULL, CPU),
     ],
-    ids=["full", "the cache's type by name", "sliding window", "a window in a full cache", "softcap"],
+    ids=["full", "the cache's type by name", "FlashAttention 2 and softcap", "interpreted on a CPU"],
 )
 def test_what_the_kernel_computes_gets_trees(impl, spec, backend):
     assert shape_of(impl_of(**impl), spec, backend) == (DraftMode.TREE, "")
@@ -94,7 +96,16 @@ def test_what_the_kernel_computes_gets_trees(impl, spec, backend):
 CHAINS = {
     "ALiBi": (dict(impl=impl_of(alibi_slopes=torch.ones(2))), "ALiBi"),
     "sinks": (dict(impl=impl_of(sinks=torch.ones(2))), "sinks"),
-    "chunk lookback": (dict(impl=impl_of(chunk_lookback=0), backend=TRITON), "chunks"),
+    "a window": (dict(impl=impl_of(sliding_window=(127, 0)), spec=SLIDING), "sliding window"),
+    "a window in a full cache": (
+        dict(impl=impl_of(sliding_window=(127, 0)), spec=dataclasses.replace(FULL, sliding_window=128)),
+        "sliding window",
+    ),
+    "a window on a CPU": (dict(impl=impl_of(sliding_window=128), backend=CPU), "sliding window"),
+    "a cache of another layer's": (dict(impl=impl_of(kv_sharing_target_layer_name="first")), "layers share"),
+    "Triton": (dict(backend=TRITON), "TritonAttentionBackend"),
+    "FlashAttention 4": (dict(impl=impl_of(vllm_flash_attn_version=4)), "FlashAttention 4"),
+    "chunk lookback": (dict(impl=impl_of(chunk_lookback=0)), "chunks"),
     "chunks in a full cache": (dict(spec=dataclasses.replace(FULL, attention_chunk_size=64)), "chunks"),
     "chunks": (dict(spec=ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=64)), "ChunkedLocalAttentionSpec"),
     "R-SWA": (dict(spec=RSWASpec(**SIZES, rswa_window=64), rswa_window=64), "RSWASpec"),

@@ -71,24 +71,23 @@ class Model:
     kv_heads: int
     head_size: int
     dtype: str = "bfloat16"
-    block_size: int = 16
-    window: int = 0
     softcap: float = 0.0
-    # all forms, on all GPUs; otherwise on Hopper, and of the attention itself only the one that decodes few requests
+    nodes: int = 24
+    # on all GPUs; otherwise on Hopper
     is_whole: bool = False
 
     def warm_up(self, gpu: Gpu) -> None:
         import torch
-        from vllm_specrollout.kernels.tree_attention.launch import default_tile
-        from vllm_specrollout.kernels.tree_attention.warm_up import warm_up
+        from vllm_specrollout.kernels.tree_attention.kernel import attend_to_nodes
 
-        dtype, size = getattr(torch, self.dtype), self.head_size
-        cache = torch.zeros(2, self.kv_heads, self.block_size, 2 * size, dtype=dtype)
-        row = torch.zeros(1, self.heads, size, dtype=dtype)
-        warm_up(
-            row, cache[..., :size], cache[..., size:], row, torch.zeros(1, 2048, dtype=torch.int32),
-            tile=default_tile(dtype, size, gpu.shared_memory),
-            scale=1.0, sliding_window=self.window, softcap=self.softcap,
+        row, own = (
+            torch.zeros(1, heads, self.head_size, dtype=getattr(torch, self.dtype))
+            for heads in (self.heads, self.kv_heads)
+        )
+        none = torch.zeros(2, dtype=torch.int32)
+        attend_to_nodes(
+            row, own, own, row, torch.zeros(self.heads, 1), none, none[:1], none.long(),
+            scale=1.0, softcap=self.softcap, most_nodes=self.nodes,
         )  # fmt: skip
 
 
@@ -181,22 +180,18 @@ CASES: dict[str, Case] = {
     "heads of 80, 1 per key (phi-2)": Model(32, 32, 80),
     "heads of 96, 1 per key (Phi-3-mini)": Model(32, 32, 96),
     "heads of 128, 1 per key (Llama-2-7B)": Model(32, 32, 128),
-    "heads of 128, 2 per key, capped (Gemma-2-27B)": Model(32, 16, 128, softcap=50.0),
-    "heads of 128, 2 per key, capped, window (Gemma-2-27B)": Model(32, 16, 128, softcap=50.0, window=4096),
+    "heads of 128, 2 per key, capped": Model(32, 16, 128, softcap=50.0),
     "heads of 128, 4 per key (Qwen3-8B)": Model(32, 8, 128, is_whole=True),
     "heads of 128, 4 per key, eight ranks (Qwen3-8B)": Model(4, 1, 128),
-    "heads of 128, 4 per key, window (Mistral-7B)": Model(32, 8, 128, window=4096),
-    "heads of 128, 4 per key, blocks of 64": Model(32, 8, 128, block_size=64),
-    "heads of 128, 4 per key, blocks of 128": Model(32, 8, 128, block_size=128),
     "heads of 128, 4 per key, float16": Model(32, 8, 128, dtype="float16"),
-    "heads of 128, 4 per key, float32": Model(32, 8, 128, dtype="float32"),
     "heads of 128, 5 per key (Qwen2.5-14B)": Model(40, 8, 128),
     "heads of 128, 7 per key (Qwen2.5-7B)": Model(28, 4, 128),
     "heads of 128, 8 per key (Qwen3-32B)": Model(64, 8, 128),
     "heads of 128, 16 per key (GLM-4-9B)": Model(32, 2, 128),
     "heads of 256, 4 per key": Model(16, 4, 256),
-    "heads of 256, 2 per key, capped (Gemma-2-9B)": Model(16, 8, 256, softcap=50.0),
-    "heads of 256, 2 per key, capped, window (Gemma-2-9B)": Model(16, 8, 256, softcap=50.0, window=4096, is_whole=True),
+    "heads of 128, 4 per key, 64 nodes": Model(32, 8, 128, nodes=64, is_whole=True),
+    "heads of 128, 4 per key, 8 nodes": Model(32, 8, 128, nodes=8),
+    "heads of 256, 2 per key, capped, 64 nodes": Model(16, 8, 256, softcap=50.0, nodes=64, is_whole=True),
     "24 drafts of 151,936 tokens": Verified(151936, 25, is_whole=True),
     "24 drafts of 151,936 tokens, float32": Verified(151936, 25, "float32"),
     "24 drafts of 151,936 tokens, noise of float64": Verified(151936, 25, "float32", use_fp64=True),
@@ -240,9 +235,6 @@ def compiled(name: str, capability: int) -> list[dict[str, Any]]:
     launch: Callable[..., Any] = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        is_attention, is_split = self.fn.__name__ == "_attend", options.get("IS_SPLIT")
-        if is_attention and not case.is_whole and (not is_split or any(key.startswith("_attend") for key in found)):
-            return
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
             kernel = launch(self, *args, grid=grid, warmup=True, **options)
@@ -266,23 +258,20 @@ LOGS: dict[str, str] = {}
 
 
 def _form(options: dict[str, Any]) -> str:
-    """Which of a kernel's forms it is, in words; empty for the only one."""
-    flags = {"IS_SPLIT": "splits shared out", "SEARCH": "tiles numbered through", "HAS_BRANCHES": "branches"}
-    words = [f"{options['BLOCK_M']} lanes"] if "BLOCK_M" in options else []
-    return ", ".join([*words, *(text for flag, text in flags.items() if options.get(flag))])
+    """Which of a kernel's forms it is, in a word; empty for the only one."""
+    return "branches" if options.get("HAS_BRANCHES") else ""
 
 
 def _read(kernel: Any) -> dict[str, Any]:
-    """A compiled kernel's needs, and what its rounding depends on: matrix instructions, layouts that are reduced."""
+    """A compiled kernel's needs, and its matrix instructions."""
     log = LOGS[kernel.hash]
     matrix = re.findall(r"(?:wgmma\.mma_async|tcgen05\.mma|\bmma\.sync)\.\S+", kernel.asm["ptx"])
-    reduced = re.findall(r"\}\) : \(tensor<\d+x\d+xf32, (#\w+)>\)", kernel.asm["ttgir"])
     return {
         "registers": int(re.search(r"Used (\d+) registers", log)[1]),  # type: ignore[index]
         "spilled": int(re.search(r"(\d+) bytes spill stores", log)[1]),  # type: ignore[index]
         "shared": kernel.metadata.shared,
         "warps": kernel.metadata.num_warps,
-        "arithmetic": sorted({*matrix, *reduced}),
+        "products": sorted(set(matrix)),
     }
 
 

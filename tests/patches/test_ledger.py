@@ -100,7 +100,6 @@ RUNNERS = (
     "worker/v1/runner.py",
     "worker/v1/collecting.py",
     "worker/v1/cpu_runner.py",
-    "worker/v1/cuda_runner.py",
     "worker/v2/runner.py",
     "worker/v2/lane.py",
 )

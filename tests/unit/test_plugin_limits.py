@@ -11,7 +11,7 @@ from vllm_specrollout.server import engines, limits, settings
 
 HERE = Path(__file__).parent
 WORKER, SCHEDULER = "ours.Worker", "ours.Scheduler"
-V1 = engines.Engine("V1", WORKER, SCHEDULER, block_size=32)
+V1 = engines.Engine("V1", WORKER, SCHEDULER)
 V2 = engines.Engine("V2", WORKER, SCHEDULER, "ours.AsyncScheduler")
 STOCK_ARGS = dict(
     speculative_config=None,
@@ -148,7 +148,6 @@ def test_every_refusal_reads_as_recorded(snapshot, render_refusals, monkeypatch)
             "V2: no such platform": lambda: choose(is_cpu=False, platform="TPU v5"),
             "V2: another runner than vLLM chose": lambda: engines.check_runner(engines.GPU_V2, uses_v2=False),
             "V1: another runner than vLLM chose": lambda: engines.check_runner(engines.CPU_V1, uses_v2=True),
-            "V1 on CUDA: asynchronous scheduling": lambda: check(engine=engines.GPU_V1, async_scheduling=True),
         }
     )
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
@@ -174,21 +173,18 @@ def test_the_engine_follows_platform_and_model_runner(monkeypatch):
     assert engines.CPU_V1.scheduler_for(is_async=True) == engines.CPU_V1.scheduler
 
 
-def test_on_cuda_the_v1_runner_is_taken_when_it_is_asked_for(monkeypatch):
+def test_on_cuda_the_v1_runner_is_refused_also_when_it_is_asked_for(monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     engine = choose(is_cpu=False, is_cuda=True)
-    assert engine is engines.GPU_V1
-    engines.check_runner(engine, uses_v2=False)
-    # it lays no branches out, so any block size will do
-    check(engine=engine, block_size=16)
-    assert engine.scheduler_for(is_async=True) == engine.scheduler
+    assert engine is engines.GPU_V2
+    with pytest.raises(UnsupportedError, match="chose its V1 model runner"):
+        engines.check_runner(engine, uses_v2=False)
 
 
 def test_what_only_v1_cannot_do_is_accepted_on_v2():
     check(engine=V2, async_scheduling=True, block_size=16)
-    for engine, refused in ((engines.GPU_V1, dict(async_scheduling=True)), (V1, dict(block_size=16))):
-        with pytest.raises(UnsupportedError):
-            check(engine=engine, **refused)
+    with pytest.raises(UnsupportedError):
+        check(block_size=16)
 
 
 def _raise(error):

@@ -28,6 +28,7 @@ from vllm_specrollout.observe.self_check import Record
 from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.request import Desk
 from vllm_specrollout.worker.v2 import self_check as module
+from vllm_specrollout.worker.v2.commit import SlotMover
 from vllm_specrollout.worker.v2.inputs import TreeInputs
 from vllm_specrollout.worker.v2.runner import SpecRolloutV2
 from vllm_specrollout.worker.v2.self_check import SelfCheck
@@ -59,7 +60,6 @@ def runner(ours: Engine) -> Iterator[Any]:
     runner = ours.runner
     yield runner
     runner.shape, runner.desk, runner.verifier.has_kernel = (DraftMode.TREE, ""), Desk(DraftMode.TREE), True
-    runner.inputs.always_by_ancestors = True
     runner.draft_graphs.trees = None
 
 
@@ -97,8 +97,8 @@ def test_nothing_of_the_check_is_left_in_the_engine(ours: Engine) -> None:
 
 
 def test_what_was_passed_once_is_not_compared_again_but_steps_are(runner: Any, tmp_path: Path) -> None:
-    assert set(checked(runner, tmp_path).passed) >= {record.VERIFY, record.COMMIT}
-    assert checked(runner, tmp_path).passed == [record.CHAINS, record.ATTENTION, record.TREES]
+    assert checked(runner, tmp_path).passed == list(record.PARTS[:-1])
+    assert checked(runner, tmp_path).passed == list(record.PARTS[1:-1])
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
@@ -116,7 +116,20 @@ def _short_walk(run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
 
 def _scaled(run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     run(*args, **kwargs)
-    kwargs.get("out", args[3] if len(args) > 3 else None).mul_(1.1)
+    args[3].mul_(1.1)
+
+
+def _all_seen(run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Each node sees the first one, which is a wrong sibling."""
+    run(*args[:7], args[7] | 1, *args[8:], **kwargs)
+
+
+def _other_base(run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    run(*args[:4], args[4] / 0.6931, *args[5:], **kwargs)
+
+
+def _beside(run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    run(args[0], args[1] + 1, *args[2:], **kwargs)
 
 
 def _nothing(run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -150,6 +163,21 @@ def _uncommitted(patch: pytest.MonkeyPatch, runner: Any) -> None:
     patch.setattr(SpecRolloutV2, "sample", sample)
 
 
+def _context_off_by(tokens: int, nodes: int) -> Plant:
+    """Contexts that seem longer than they are, by so many tokens and by their nodes times so much."""
+    stock = TreeInputs.set_drafted
+
+    def write(self: Any, *args: Any) -> None:
+        stock(self, *args)
+        self.context_lens += torch.where(self.num_nodes > 0, tokens + nodes * self.num_nodes, 0)
+
+    return lambda patch, runner: patch.setattr(TreeInputs, "set_drafted", write)
+
+
+def _one_layer(patch: pytest.MonkeyPatch, runner: Any) -> None:
+    patch.setattr(runner, "mover", SlotMover(runner.kv_caches[:1]))
+
+
 def _other_tokens(patch: pytest.MonkeyPatch, runner: Any) -> None:
     stock = TreeInputs.set_drafted
 
@@ -170,12 +198,18 @@ FAULTS: dict[str, tuple[Plant, str, DraftMode, bool]] = {
     "noise of the next position": (_kernel(tree_verify, "_sample_blocks", _shifted_noise), record.VERIFY, CHAIN, False),
     "a walk that stops early": (_kernel(tree_verify, "_walk_trees", _short_walk), record.VERIFY, CHAIN, False),
     "attention scaled": (_kernel(tree_attention, "_attend", _scaled), record.ATTENTION, CHAIN, True),
-    "splits that are not merged": (_kernel(tree_attention, "_merge", _nothing), record.ATTENTION, CHAIN, True),
+    "nodes that are not merged": (_kernel(tree_attention, "_attend", _nothing), record.ATTENTION, CHAIN, True),
+    "siblings that are seen": (_kernel(tree_attention, "_attend", _all_seen), record.ATTENTION, CHAIN, True),
+    "sums by another base": (_kernel(tree_attention, "_attend", _other_base), record.ATTENTION, CHAIN, True),
+    "a context that holds nodes": (_context_off_by(0, 1), record.ATTENTION, CHAIN, True),
+    "a context of the step before": (_context_off_by(-1, 0), record.ATTENTION, CHAIN, True),
     "slots that are not moved": (_kernel(kv_commit, "_move", _nothing), record.COMMIT, CHAIN, True),
-    "a step that is not committed": (_uncommitted, record.TREES, CHAIN, True),
+    "a slot that is moved beside its place": (_kernel(kv_commit, "_move", _beside), record.COMMIT, CHAIN, True),
+    "a layer that is not moved": (_one_layer, record.COMMIT, CHAIN, True),
+    "a step that is not committed": (_uncommitted, record.COMMIT, CHAIN, True),
     "positions by row": (_part(TreeInputs, "shift_positions", lambda *args: None), record.TREES, CHAIN, True),
     "tokens that were not drafted": (_other_tokens, record.CHAINS, OFF, False),
-    "an exception": (_part(module, "check_attention", _raises), record.ATTENTION, CHAIN, True),
+    "an exception": (_kernel(tree_attention, "_attend", _raises), record.ATTENTION, CHAIN, True),
 }
 
 
@@ -264,8 +298,8 @@ def test_an_engine_whose_like_died_in_its_check_drafts_chains_without_our_kernel
     for start in ("one", "two"):
         (tmp_path / f"{key}.any.{start}.1.pending").write_text("trees\nFatal Python error: Segmentation fault\n")
     runner.draft_graphs.trees = object()
-    for name in ("check_verify", "check_attention", "check_commit"):
-        monkeypatch.setattr(module, name, _raises)
+    monkeypatch.setattr(module, "check_verify", _raises)
+    monkeypatch.setattr(module, "CheckRequests", _raises)
     found = SelfCheck(runner, Record(key, tmp_path), is_wanted=True)
     found.look_back()
     assert runner.shape[0] is CHAIN and not runner.verifier.has_kernel

@@ -33,7 +33,6 @@ from vllm_specrollout.worker.v2.worker import warm_up
 
 KERNELS = (
     (tree_attention, "_attend"),
-    (tree_attention, "_merge"),
     (tree_verify, "_sample_blocks"),
     (tree_verify, "_walk_trees"),
     (kv_commit, "_move"),
@@ -69,7 +68,7 @@ def test_a_rollout_launches_nothing_that_was_not_compiled_before_it(
         compiled = set(keys)
         keys.clear()
         _rollout(ours)
-    assert {name for name, *_ in keys} == {"_attend", "_merge", "_sample_blocks", "_walk_trees", "_move", "_lay_out"}
+    assert {name for name, *_ in keys} == {"_attend", "_sample_blocks", "_walk_trees", "_move", "_lay_out"}
     assert not (set(keys) - compiled)
 
 

@@ -191,8 +191,7 @@ def _runner(facts: Any) -> Finding:
         engines.check_runner(engine, facts.model_runner == "V2")
     except UnsupportedError as problem:
         return Finding("model runner", facts.model_runner, True, problem.hint)
-    note = f" ({engine.note})" if engine.note else ""
-    return Finding("model runner", f"{facts.model_runner}, {engine.worker.rpartition('.')[2]}{note}")
+    return Finding("model runner", f"{facts.model_runner}, {engine.worker.rpartition('.')[2]}")
 
 
 def _command() -> list[Finding]:

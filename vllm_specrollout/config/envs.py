@@ -41,7 +41,7 @@ TABLE = (
     Variable(
         USE_V2_MODEL_RUNNER,
         "set to `0` with speculation on CPU where vLLM prefers V2, and must not be `1` there: the V1 model runner runs;"
-        " `0` on CUDA: chains only",
+        " must not be `0` on CUDA, where V2 runs",
         False,
     ),
     Variable(

@@ -79,7 +79,6 @@ def check(
     name: str,
     given: Mapping[str, Any],
     *,
-    is_v1_on_gpu: bool,
     is_v2: bool,
     tensor_parallel_size: int,
     steps_together: bool = False,
@@ -91,7 +90,7 @@ def check(
     Args:
         name: the method, as vLLM resolved it.
         given: vLLM's `speculative_config`, as the user gave it.
-        is_v1_on_gpu, is_v2: which of vLLM's runners the engine has; neither: the V1 runner on CPU.
+        is_v2: the engine has vLLM's V2 runner, not the V1 one.
         steps_together: data-parallel engines meet in every pass, as those of a mixture of experts do.
         is_multimodal: the target takes more than text.
         is_lacking: the installed vLLM itself runs no such model on this runner.
@@ -125,7 +124,12 @@ def check(
             f"`{FLAG}` has method `{name}`, which the installed vLLM itself does not run on this model runner",
             "take a newer vLLM, or drop the flag",
         )
-    _check_runner(name, given, is_v1_on_gpu, is_v2)
+    if is_v2 and (name == "medusa" or given.get("parallel_drafting")):
+        what = "`parallel_drafting`" if given.get("parallel_drafting") else f"method `{name}`"
+        raise UnsupportedError(
+            f"`{FLAG}` has {what}: one pass for all levels, which drafts beside spec rollout on vLLM's V1 runner only",
+            LEAVE_OUT,
+        )
     _check_keys(given, tensor_parallel_size)
 
 
@@ -222,19 +226,4 @@ def _check_keys(given: Mapping[str, Any], tensor_parallel_size: int) -> None:
             f"`{FLAG}` has `draft_tensor_parallel_size` {given_size}, and `--tensor-parallel-size` is"
             f" {tensor_parallel_size}; beside spec rollout both are the same",
             "leave `draft_tensor_parallel_size` out",
-        )
-
-
-def _check_runner(name: str, given: Mapping[str, Any], is_v1_on_gpu: bool, is_v2: bool) -> None:
-    """Refuse what drafts on the other runner only."""
-    if is_v1_on_gpu:
-        raise UnsupportedError(
-            f"`{FLAG}` has method `{name}`; on a GPU a model drafts beside spec rollout on vLLM's V2 runner only",
-            "set `VLLM_USE_V2_MODEL_RUNNER=1`",
-        )
-    if is_v2 and (name == "medusa" or given.get("parallel_drafting")):
-        what = "`parallel_drafting`" if given.get("parallel_drafting") else f"method `{name}`"
-        raise UnsupportedError(
-            f"`{FLAG}` has {what}: one pass for all levels, which drafts beside spec rollout on vLLM's V1 runner only",
-            LEAVE_OUT,
         )

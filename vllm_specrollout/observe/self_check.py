@@ -25,10 +25,10 @@ from vllm_specrollout.types import DraftMode
 
 logger = logging.getLogger("vllm.specrollout")
 
-VERIFY, ATTENTION, COMMIT = "verify", "tree attention", "commit"
-CHAINS, TREES, TREE_GRAPHS = "chains", "trees", "tree graphs"
+VERIFY, CHAINS, ATTENTION, COMMIT = "verify", "chains", "tree attention", "commit"
+TREES, TREE_GRAPHS = "trees", "tree graphs"
 CRASH = "an earlier start"
-PARTS = (VERIFY, ATTENTION, COMMIT, CHAINS, TREES, TREE_GRAPHS)
+PARTS = (VERIFY, CHAINS, ATTENTION, COMMIT, TREES, TREE_GRAPHS)
 """In the order in which they run."""
 DEADLINE_S = 120.0
 """Of one part, which takes a second at most: whatever takes so long hangs."""

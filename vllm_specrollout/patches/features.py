@@ -21,8 +21,8 @@ class Features:
     runners: tuple[Literal["V1", "V2"], ...]
     """The model runners that spec rollout supports: the identity suite has passed on them."""
     cpu_noise: Literal["integer", "vector"]
-    """What a token's noise is drawn as on CPU's V1 runner: an integer that seeds Gumbel noise, or an exponential
-    variate per entry of the vocabulary, as on CUDA."""
+    """What a token's noise is drawn as on the V1 runner: an integer that seeds Gumbel noise, or an exponential variate
+    per entry of the vocabulary."""
     v2_noise: Literal["murmur", "philox"]
     """Where the V2 runner's Gumbel noise comes from: a hash of seed, position and token, or Philox streams."""
     processors_know_lengths: bool
@@ -30,7 +30,7 @@ class Features:
     captures_drafts: bool
     """Whether steps with branches get CUDA graphs on the V2 runner: vLLM has what they are captured with."""
     cpu_models_draft: bool
-    """Whether vLLM itself runs a model that drafts on CPU's V1 runner: once, a kernel did not fit its launcher."""
+    """Whether vLLM itself runs a model that drafts on CPU: once, a kernel did not fit its launcher."""
     drafts_few: bool
     """Whether the V2 runner's speculators may be asked for fewer tokens than their steps have drafts."""
     has_v2_models: bool

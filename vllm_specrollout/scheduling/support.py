@@ -40,15 +40,23 @@ TABLE: tuple[Rule, ...] = (
     Rule("penalties and bad_words, V2 runner", CHAIN, "its kernels find a row's history in the rows before it"),
     Rule("steps of more than 8 requests, V2 runner", CHAIN, "there, rows cost more than branches bring"),
     Rule("beside a model that drafts, V2 runner", CHAIN, "vLLM's speculators read what is accepted in the rows' order"),
-    Rule("vLLM's V1 runner on CUDA (fallback)", CHAIN, "no tree attention there; not yet run on a GPU"),
     Rule("several KV cache groups (for example sliding and full attention)", CHAIN, "one block table per group"),
-    Rule("sliding windows and softcap, V2 runner", TREE, "the tree kernel computes both, layer by layer"),
-    Rule("FLASH_ATTN and TRITON_ATTN, V2 runner", TREE, "the tree kernel reads their KV cache"),
-    Rule("other attention backends, V2 runner", CHAIN, "drafted for through their own attention"),
+    Rule("FLASH_ATTN (FlashAttention 2 and 3) and softcap, V2 runner", TREE, "contexts are attended to by its kernels"),
+    Rule(
+        "other attention backends (TRITON_ATTN, FlashAttention 4, FlashInfer), V2 runner",
+        CHAIN,
+        "drafted for through their own attention",
+    ),
+    Rule(
+        "sliding windows (Gemma 2 and 3, some Mistral), V2 runner",
+        CHAIN,
+        "FlashAttention counts a window by rows, and nodes stand at their depths",
+    ),
+    Rule("layers that share another one's KV cache, V2 runner", CHAIN, "they have no keys of the nodes at hand"),
     Rule(
         "quantised KV caches (fp8, int8, int4, nvfp4 and all others), V2 runner",
         CHAIN,
-        "the tree kernel reads none but of the model's own type; with fp8 the query comes quantised as well",
+        "trees need one of the model's own type; with fp8 the query comes quantised as well",
     ),
     Rule(
         "ALiBi, attention sinks, R-SWA, attention in chunks, V2 runner",

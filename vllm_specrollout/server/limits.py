@@ -15,7 +15,7 @@ from vllm_specrollout.config.keys import check_keys
 from vllm_specrollout.config.places import check_places
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 from vllm_specrollout.patches.features import TABLE, Features
-from vllm_specrollout.server.engines import GPU_V1, Engine
+from vllm_specrollout.server.engines import Engine
 
 LEAVE_OUT = "or leave spec rollout off"
 
@@ -92,31 +92,19 @@ ENGINE_ARGS_LIMITS = (
     ),
 )
 
-# of the V1 runner on GPUs; on CPU, vLLM switches it off itself
-GPU_V1_LIMITS = (
-    Limit(
-        lambda args: args.async_scheduling is True,
-        "`--async-scheduling` is set; on vLLM's V1 model runner, spec rollout drafts before it schedules",
-        f"drop `--async-scheduling`, {LEAVE_OUT}",
-    ),
-)
-
-# of the V1 runner alone
+# of the V1 runner alone, which is for CPUs
 V1_LIMITS = (
     Limit(
         _returns_experts,
         "`--enable-return-routed-experts` is set; spec rollout returns experts on vLLM's V2 model runner only",
-        "drop the flag, or run on a GPU without `VLLM_USE_V2_MODEL_RUNNER=0`",
+        "drop the flag, or run on a GPU",
     ),
     Limit(
         _returns_masks,
         "`--return-sampling-mask` is set; vLLM returns masks on its V2 model runner only",
-        "drop the flag, or run on a GPU without `VLLM_USE_V2_MODEL_RUNNER=0`",
+        "drop the flag, or run on a GPU",
     ),
-)
-
-# of engines with a block size of their own, which lay branches out in blocks: no attention of vLLM's on CPU has others
-BLOCK_LIMITS = (
+    # branches are laid out in blocks, and no attention of vLLM's on CPU has others
     Limit(
         lambda args: args.block_size is not None and args.block_size % 32 != 0,
         "`--block-size` is {0.block_size}, not a multiple of 32, which branches need",
@@ -159,9 +147,7 @@ def check_engine_args(args: Any, config: SpecRolloutConfig, engine: Engine) -> N
     Raises:
         ConfigError, UnsupportedError: the first combination that does not go.
     """
-    of_runner = V2_LIMITS if engine.uses_v2 else V1_LIMITS
-    of_platform = GPU_V1_LIMITS if engine is GPU_V1 else BLOCK_LIMITS if engine.block_size else ()
-    for limit in (*ENGINE_ARGS_LIMITS, *of_runner, *of_platform):
+    for limit in (*ENGINE_ARGS_LIMITS, *(V2_LIMITS if engine.uses_v2 else V1_LIMITS)):
         limit.check(args)
     check_connector(args.kv_transfer_config)
     _check_class("--worker-cls", args.worker_cls, ("auto", engine.worker), " (`--worker-extension-cls` stays free)")
@@ -171,7 +157,7 @@ def check_engine_args(args: Any, config: SpecRolloutConfig, engine: Engine) -> N
     if config.collect.dir and engine.uses_v2:
         raise UnsupportedError(
             "`collect.dir` is set; hidden states are collected on vLLM's V1 model runner only so far",
-            "drop `collect`, or set `VLLM_USE_V2_MODEL_RUNNER=0`",
+            "drop `collect`, or collect on CPU",
         )
     if "oracle" in config.drafters:
         _check_oracle(args, config.oracle.path)

@@ -82,13 +82,10 @@ def test_what_has_no_meaning_under_exact_verification_is_refused(
 
 
 def on(**where: object) -> dict[str, object]:
-    return {"is_v1_on_gpu": False, "is_v2": False, "tensor_parallel_size": 1, **where}
+    return {"is_v2": False, "tensor_parallel_size": 1, **where}
 
 
 def test_where_no_model_drafts_yet_it_is_said() -> None:
-    with pytest.raises(UnsupportedError, match="V2 runner only") as refusal:
-        check("eagle", EAGLE, **on(is_v1_on_gpu=True))
-    assert "VLLM_USE_V2_MODEL_RUNNER" in refusal.value.hint
     check("eagle", EAGLE, **on(is_v2=True))
     for is_v2 in (False, True):
         check("eagle", EAGLE, **on(is_v2=is_v2, tensor_parallel_size=2))

@@ -40,8 +40,12 @@ def args_of(compilation=None, **given):
     )
 
 
-def created(monkeypatch, args, *, engine=engines.GPU_V2, sizes=STOCK_SIZES):
-    """The configuration that comes of `args` on a host for which `engine` is chosen, where vLLM captures `sizes`."""
+def created(monkeypatch, args, *, engine=engines.GPU_V2, sizes=STOCK_SIZES, uses_v2=None):
+    """The configuration that comes of `args` on a host for which `engine` is chosen, where vLLM captures `sizes`.
+
+    Args:
+        uses_v2: the model runner that vLLM chooses; None: that of the engine.
+    """
     monkeypatch.setattr(engine_args, "_choose_engine", lambda: engine)
     monkeypatch.setattr(limits, "check_engine_args", lambda *checked: None)
     monkeypatch.setattr(limits, "check_vllm_config", lambda *checked: None)
@@ -49,7 +53,7 @@ def created(monkeypatch, args, *, engine=engines.GPU_V2, sizes=STOCK_SIZES):
 
     def vllms_own(self):
         return SimpleNamespace(
-            use_v2_model_runner=engine.uses_v2,
+            use_v2_model_runner=engine.uses_v2 if uses_v2 is None else uses_v2,
             additional_config=self.additional_config,
             scheduler_config=SimpleNamespace(
                 async_scheduling=False, scheduler_cls=None, max_num_seqs=16, max_num_batched_tokens=8192
@@ -81,7 +85,20 @@ def test_sizes_that_the_user_named_stay(monkeypatch, name, value, inside):
 
 def test_where_nothing_is_captured_and_on_other_runners_nothing_changes(monkeypatch):
     assert sizes_of(created(monkeypatch, args_of(), sizes=[])) == []
-    assert sizes_of(created(monkeypatch, args_of(), engine=engines.GPU_V1)) == STOCK_SIZES
+    assert sizes_of(created(monkeypatch, args_of(), engine=engines.CPU_V1)) == STOCK_SIZES
+
+
+def test_where_vllm_takes_v1_on_cuda_a_wish_is_one_warning_and_stock_and_a_promise_an_error(monkeypatch, caplog):
+    with pytest.raises(UnsupportedError, match="vLLM chose its V1 model runner") as refusal:
+        created(monkeypatch, args_of(), uses_v2=False)
+    assert "unset `VLLM_USE_V2_MODEL_RUNNER`" in refusal.value.hint
+    monkeypatch.setenv("VLLM_SPEC_ROLLOUT", "1")
+    args = args_of(additional_config={})
+    config = created(monkeypatch, args, uses_v2=False)
+    assert sizes_of(config) == STOCK_SIZES and config.scheduler_config.scheduler_cls is None
+    assert args.worker_cls == "auto" and not args.additional_config
+    (told,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert "runs as stock vLLM" in told and "V1 model runner" in told
 
 
 def test_switched_off_the_sizes_are_stocks(monkeypatch):

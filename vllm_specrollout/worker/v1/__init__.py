@@ -1,1 +1,1 @@
-"""The V1 model runner (what vLLM uses on CPU)."""
+"""The V1 model runner (for CPUs)."""

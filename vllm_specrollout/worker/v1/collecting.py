@@ -104,7 +104,7 @@ def runner_for(config: CollectConfig, runner: type[Any]) -> type[Any]:
 
 
 class CollectsHidden(_Base):
-    """Mixed into our V1 runners."""
+    """Mixed into our V1 runner."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)

@@ -1,6 +1,6 @@
-"""The V1 model runner on CPU: drafts may be trees.
+"""The V1 model runner's branches.
 
-What belongs here: how branches get through the step. What chains need as well is in runner.py.
+What belongs here: how they get through the step on CPU. What chains need as well is in runner.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_specrollout import _core
-from vllm_specrollout.patches import features
 from vllm_specrollout.trees.batch import as_chains
 from vllm_specrollout.trees.kv_moves import plan_moves
 from vllm_specrollout.types import DraftMode, RequestBatch, TreeBatch
@@ -32,7 +31,7 @@ from vllm_specrollout.worker.v1.attention import (
 )
 from vllm_specrollout.worker.v1.kv import kv_shape, with_scratch
 from vllm_specrollout.worker.v1.runner import SpecRolloutV1
-from vllm_specrollout.worker.v1.sampler import ExponentialNoise, Noise, Sampled, SeedNoise, fewer
+from vllm_specrollout.worker.v1.sampler import Sampled, fewer
 
 
 class SpecRolloutCPURunner(SpecRolloutV1, CPUModelRunner):
@@ -45,12 +44,6 @@ class SpecRolloutCPURunner(SpecRolloutV1, CPUModelRunner):
         self._path_inputs: dict[str, Any] | None = None
         self.rows: RowsAlike | None = None  # set by the worker once the model is ready
         self._is_row_invariant = config_of(vllm_config).row_invariant
-
-    def _make_noise(self) -> Noise:
-        if features.installed().cpu_noise == "vector":
-            vocab_size = self.model_config.get_vocab_size()
-            return ExponentialNoise(self.sampler.logprobs_mode, vocab_size, self.device)
-        return SeedNoise(self.sampler.logprobs_mode)
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, is_profiling: bool = False, **kwargs: Any) -> None:
         larger, scratch = with_scratch(kv_cache_config, 0 if is_profiling else self.num_scratch)

@@ -1,4 +1,4 @@
-"""The V1 model runner with exact verification of drafts, as far as it is the same on CPU and CUDA.
+"""The V1 model runner with exact verification of drafts: all of it but branches.
 
 What belongs here: the places where vLLM's step is entered, in its order. Branches are laid out in cpu_runner.py, rows
 sampled in sampler.py, noise kept in trees/tape.py, drafts made by drafting.py, speculator.py. vLLM knows of no drafts.
@@ -18,8 +18,8 @@ from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput, SamplerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from vllm_specrollout.patches import features
 from vllm_specrollout.trees.batch import num_branches, with_branches
 from vllm_specrollout.types import (
     DraftMode,
@@ -40,12 +40,24 @@ from vllm_specrollout.worker.request import RequestBook, RequestEntry
 from vllm_specrollout.worker.scheduler import SpecRolloutOutput, endings_of, step_of, waiting_of
 from vllm_specrollout.worker.speculate import announce, make_speculator
 from vllm_specrollout.worker.v1.proposer import feed, model_drafter_of, plain_processors
-from vllm_specrollout.worker.v1.sampler import Noise, Sampled, are_builtin, held_at_one, row_layout, sample_drafts
+from vllm_specrollout.worker.v1.sampler import (
+    ExponentialNoise,
+    Noise,
+    Sampled,
+    SeedNoise,
+    are_builtin,
+    held_at_one,
+    row_layout,
+    sample_drafts,
+)
 from vllm_specrollout.worker.v1.thinking import clear_inherited, follow_plain_steps
 
 logger = logging.getLogger("vllm.specrollout")
-_Base = GPUModelRunner if TYPE_CHECKING else object
 NOBODY = (NO_DRAFTS, np.zeros(0, dtype=np.int32))
+
+_Base: Any = object
+if TYPE_CHECKING:
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner as _Base
 
 
 @dataclass(slots=True)
@@ -69,7 +81,7 @@ class StepState:
 
 
 class SpecRolloutV1(_Base):
-    """Mixed into vLLM's V1 runners: drafts ride on their outputs, the tapes through their sampler."""
+    """Mixed into vLLM's runner: drafts ride on its outputs, the tapes through its sampler."""
 
     lays_out_chains = False
 
@@ -98,8 +110,10 @@ class SpecRolloutV1(_Base):
     # --- set-up ------------------------------------------------------------------------------------------------------
 
     def _make_noise(self) -> Noise:
-        """Where the noise of each position comes from, as in stock vLLM's sampler on this platform."""
-        raise NotImplementedError
+        """Where the noise of each position comes from, as in the sampler of the installed vLLM."""
+        if features.installed().cpu_noise == "vector":
+            return ExponentialNoise(self.sampler.logprobs_mode, self.model_config.get_vocab_size())
+        return SeedNoise(self.sampler.logprobs_mode)
 
     def _kv_shape(self) -> tuple[DraftMode, str]:
         """What KV cache and attention allow to be drafted, and why not more."""
@@ -228,7 +242,7 @@ class SpecRolloutV1(_Base):
 
     def _lay_out(self, trees: TreeBatch) -> None:
         """Make branches ready for the forward pass."""
-        raise NotImplementedError("this runner drafts chains only")
+        raise NotImplementedError
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         begin = time.perf_counter()
@@ -272,7 +286,8 @@ class SpecRolloutV1(_Base):
         return sampled
 
     def _commit(self, sampled: Sampled, trees: TreeBatch) -> None:
-        """Bring the accepted keys and values to where plain decoding would have put them: a chain's are there."""
+        """Bring the accepted keys and values to where plain decoding would have put them."""
+        raise NotImplementedError
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         state = self.execute_model_state

@@ -68,7 +68,7 @@ def spread(processors: LogitsProcessors, row_request: list[int], row_depth: list
 def _spread_min_p(processor: Any, row_request: list[int]) -> Any:
     clone = copy.copy(processor)
     if processor.min_p_count:
-        clone.min_p = processor.min_p[torch.tensor(row_request, device=processor.min_p.device)]
+        clone.min_p = processor.min_p[torch.tensor(row_request)]
     return clone
 
 
@@ -80,8 +80,8 @@ def _spread_bias(processor: Any, row_request: list[int]) -> Any:
     rows = [row for row, bias in clone.biases.items() for _ in bias]
     tokens = [token for bias in clone.biases.values() for token in bias]
     biases = [b for bias in clone.biases.values() for b in bias.values()]
-    clone.bias_tensor = torch.tensor(biases, dtype=torch.float32, device=processor.device)
-    clone.logits_slice = _slice(processor, rows, tokens)
+    clone.bias_tensor = torch.tensor(biases, dtype=torch.float32)
+    clone.logits_slice = _slice(rows, tokens)
     return clone
 
 
@@ -102,17 +102,14 @@ def _spread_min_tokens(processor: Any, row_request: list[int], row_depth: list[i
         if has_grammar:
             restore_rows += [row] * len(stop_tokens)
             restore_tokens += stop_tokens
-    clone.logits_slice = _slice(processor, rows, tokens)
-    clone.restore_logits_slice = _slice(processor, restore_rows, restore_tokens)
+    clone.logits_slice = _slice(rows, tokens)
+    clone.restore_logits_slice = _slice(restore_rows, restore_tokens)
     return clone
 
 
-def _slice(processor: Any, rows: list[int], tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """[entries] row and token of each logit that the processor changes, where the logits are."""
-    return (
-        torch.tensor(rows, dtype=torch.int32, device=processor.device),
-        torch.tensor(tokens, dtype=torch.int32, device=processor.device),
-    )
+def _slice(rows: list[int], tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """[entries] row and token of each logit that the processor changes."""
+    return torch.tensor(rows, dtype=torch.int32), torch.tensor(tokens, dtype=torch.int32)
 
 
 class TapeTopKTopPSampler(TopKTopPSampler):
@@ -135,7 +132,7 @@ class TapeTopKTopPSampler(TopKTopPSampler):
 
 
 class ExponentialTapeSampler(TopKTopPSampler):
-    """vLLM's sampler for devices, with the exponential noise given instead of drawn: the same arithmetic."""
+    """vLLM's sampler before 0.32, with the exponential noise given instead of drawn: the same arithmetic."""
 
     noise: torch.Tensor | None = None  # [rows, vocab] float32, set for the step in progress; None: draw as stock does
 
@@ -205,11 +202,11 @@ def sample_drafts(
     node_output = sampler(logits, by_node)
     sampled = node_output.sampled_token_ids.view(-1).to(torch.int64)
     output, output_row, num_accepted, accepted = _core.walk(
-        trees.node_start, trees.parents, trees.token_ids, sampled.cpu().numpy()
+        trees.node_start, trees.parents, trees.token_ids, sampled.numpy()
     )
     logprobs = None
     if wants_logprobs:
-        rows = torch.from_numpy(output_row.reshape(-1)).to(logits.device)
+        rows = torch.from_numpy(output_row.reshape(-1))
         if is_processed:
             scores = node_output.logprobs_tensors.logprobs[rows]
         elif sampler.logprobs_mode == "raw_logits":
@@ -253,7 +250,7 @@ def _spread_metadata(
     rows = torch.from_numpy(row_request.astype(np.int64))
 
     def gather(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else tensor.index_select(0, rows.to(tensor.device))
+        return None if tensor is None else tensor.index_select(0, rows)
 
     has_penalties = not metadata.no_penalties
     holder = metadata.thinking_budget_state_holder
@@ -348,7 +345,7 @@ class Noise(Protocol):
 
 
 class SeedNoise:
-    """CPU from vLLM 0.32 on: the seeds of `fused_gumbel_argmax`."""
+    """From vLLM 0.32 on: the seeds of `fused_gumbel_argmax`."""
 
     most_nodes = None
 
@@ -402,23 +399,19 @@ class SeedNoise:
 
 
 class ExponentialNoise:
-    """CUDA, and CPU before vLLM 0.32: vectors of exponential variates, drawn on the device one position after another,
-    kept until used up."""
+    """Before vLLM 0.32: vectors of exponential variates, drawn one position after another, kept until used up."""
 
-    def __init__(self, logprobs_mode: Any, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, logprobs_mode: Any, vocab_size: int) -> None:
         self.sampler = ExponentialTapeSampler(logprobs_mode)
         self.vocab_size = vocab_size
         self.most_nodes = MOST_NOISE_BYTES // (4 * vocab_size)
-        self.device = device
         # greedy rows do not look at it, but it must not be 0
-        self._ones = torch.ones(vocab_size, dtype=torch.float32, device=device)
+        self._ones = torch.ones(vocab_size, dtype=torch.float32)
 
     def tape(self, generator: torch.Generator) -> VectorTape[torch.Tensor]:
         def draw() -> torch.Tensor:
             """[vocab] what stock vLLM draws for one token."""
-            return torch.empty(self.vocab_size, dtype=torch.float32, device=self.device).exponential_(
-                generator=generator
-            )
+            return torch.empty(self.vocab_size, dtype=torch.float32).exponential_(generator=generator)
 
         return VectorTape(draw)
 
@@ -468,7 +461,7 @@ def _greedy_where_asked(chosen: torch.Tensor, logits: torch.Tensor, entries: Seq
     is_greedy = [entry.tape is None for entry in entries]
     if not any(is_greedy):
         return chosen
-    return torch.where(torch.tensor(is_greedy, device=logits.device), logits.argmax(dim=-1), chosen)
+    return torch.where(torch.tensor(is_greedy), logits.argmax(dim=-1), chosen)
 
 
 def _depths_by_request(node_start: IntArray, row_depth: IntArray) -> Iterator[IntArray]:

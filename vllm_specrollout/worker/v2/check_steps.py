@@ -7,9 +7,9 @@ steps follow, which read what was moved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,16 +18,17 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.request import Request
 
+from vllm_specrollout.kernels.kv_commit.naive import kv_commit as naive_commit
 from vllm_specrollout.kernels.tree_verify.naive import noise32, noise64, philox_noise32
 from vllm_specrollout.observe.guard import Guard
 from vllm_specrollout.observe.self_check import tolerance
-from vllm_specrollout.types import FinishedRequest
+from vllm_specrollout.types import DraftMode, FinishedRequest
 from vllm_specrollout.worker.drafting import Drafting
 from vllm_specrollout.worker.v2.attention import ShadowedAttention, attention_layers
 from vllm_specrollout.worker.v2.host import Host, HostRequest
 
 _SHORT, _LONG = 12, 600
-"""Tokens of prompts: so few that each key weighs, and more than one split of the keys."""
+"""Tokens of prompts: so few that each key weighs, and so many that FlashAttention splits them."""
 _DEPTH, _STEPS_AFTER = 4, 3
 _PLAIN_STEPS = _DEPTH + 1 + _STEPS_AFTER
 """Tokens behind the first that are decoded plainly: a draft's, its bonus token, and those of the steps after it."""
@@ -40,21 +41,15 @@ Draft = tuple[list[int], list[int]]
 
 
 def chain_of(tokens: Sequence[int], vocab: int) -> Draft:
-    """These tokens, and a wrong one behind them."""
+    """These tokens, and a wrong one in the last one's place."""
     drafted = [*tokens[:-1], (tokens[-1] + 1) % vocab] if len(tokens) > 1 else list(tokens)
     return drafted, list(range(-1, len(drafted) - 1))
 
 
 def fork_of(tokens: Sequence[int], vocab: int) -> Draft:
     """These tokens, each behind a wrong sibling."""
-    drafted: list[int] = []
-    parents: list[int] = []
-    above = -1
-    for token in tokens:
-        drafted += [(token + 1) % vocab, token]
-        parents += [above, above]
-        above = len(drafted) - 1
-    return drafted, parents
+    drafted = [sibling for token in tokens for sibling in ((token + 1) % vocab, token)]
+    return drafted, [2 * (i // 2) - 1 for i in range(len(drafted))]
 
 
 class _Deaf:
@@ -111,15 +106,8 @@ class CheckRequests:
         self.host = Host(self.drafting, runner.max_model_len)
         self.depth = min(_DEPTH, runner.max_draft_tokens, runner.spec_config.max_depth)
         self.lines: list[Line] = []
-        # graphs replayed by the last comparison that asked for them
-        self.num_replayed = 0
         self._num_blocks = 1
         self._pass = 0
-
-    @property
-    def can_fork(self) -> bool:
-        """Whether a draft may have a branch at all."""
-        return bool(self.lines) and self.runner.max_draft_tokens > 1
 
     def _lay_out(self) -> None:
         """As many requests, and as long ones, as there is room for."""
@@ -164,9 +152,8 @@ class CheckRequests:
 
         self.runner.model.compute_logits = keep
         try:
-            self._begin()
             for number in range(1 + _PLAIN_STEPS):
-                order = self._step({}) if number else self._prefill()
+                order = self._step({}) if number else self._begin()
                 for row, name in enumerate(order):
                     self.lines[_number(name)].logits.append(kept[-1][row].clone())
                 kept.clear()
@@ -177,36 +164,25 @@ class CheckRequests:
         self.end()
         return ""
 
-    def compare(self, draft: Callable[[Sequence[int], int], Draft], graphs: Any = None) -> str:
-        """What differs once everybody is drafted for, or every second one; nothing: "".
+    def compare(self, shape: DraftMode, graphs: Any = None) -> str:
+        """What differs once everybody but the last request is drafted for; nothing: "".
 
         Args:
-            draft: what is drafted of the tokens to come.
-            graphs: the graphs that are to be replayed; None: none are.
+            shape: that of the drafts.
+            graphs: the graphs that steps with branches replay; None: none.
         """
-        self.num_replayed = 0
-        wrong = self._differing(draft, 1, graphs) or self._differing(draft, 2, graphs)
-        if graphs is None or wrong or self.num_replayed:
-            return wrong
-        # fewer rows may fit
-        lines, self.lines = self.lines, self.lines[:1]
+        drafts = self._drafts(fork_of if shape is DraftMode.TREE else chain_of, self.lines[:-1] or self.lines)
+        runner = self.runner
+        kept = runner.shape, runner.draft_graphs.trees
+        runner.shape, runner.draft_graphs.trees = (shape, ""), graphs
         try:
-            return self._differing(draft, 1, graphs)
-        finally:
-            self.end()
-            self.lines = lines
-
-    def _differing(self, draft: Callable[[Sequence[int], int], Draft], each: int, graphs: Any) -> str:
-        """`compare` with drafts for one request of so many."""
-        drafts = {number: self._drafted(draft, line) for number, line in enumerate(self.lines) if number % each == 0}
-        with self._graphs(graphs) as replayed:
             self._begin()
-            self._prefill()
             self._step(drafts)
             counts = {number: len(self._sampled(number)) - 1 for number in drafts}
             for _ in range(_STEPS_AFTER):
                 self._step({})
-        self.num_replayed += len(replayed)
+        finally:
+            runner.shape, runner.draft_graphs.trees = kept
         answers = [self._sampled(number) for number in range(len(self.lines))]
         self.end()
         for number, answer in enumerate(answers):
@@ -219,33 +195,59 @@ class CheckRequests:
         return ""
 
     def shadow(self) -> str:
-        """How far our attention is from each layer's own, on the rows of chains."""
+        """How far attention of a step with branches is from its specification."""
         layers, found = list(attention_layers(self.runner)), []
-        inputs = self.runner.inputs
-        kept = [layer.impl for layer in layers], inputs.always_by_ancestors
-        inputs.always_by_ancestors = True
+        kept = [layer.impl for layer in layers]
         for layer in layers:
             layer.impl = ShadowedAttention(layer.impl, found)
         try:
-            with self._graphs(None):
-                self._begin()
-                self._prefill()
-                found.clear()
-                self._step({number: self._drafted(chain_of, line) for number, line in enumerate(self.lines)})
+            self._fork()
         finally:
-            inputs.always_by_ancestors = kept[1]
-            for layer, impl in zip(layers, kept[0], strict=True):
+            for layer, impl in zip(layers, kept, strict=True):
                 layer.impl = impl
-        self.end()
         if not found:
-            return "no layer attended"
+            return "no layer attended to branches"
         off, most = max(found, key=lambda pair: pair[0] / pair[1])
-        return "" if off <= most else f"attention is off by {off:.2g} from the layer's own, at most {most:.2g}"
+        return "" if off <= most else f"attention is off by {off:.2g}, at most {most:.2g}"
 
-    def _drafted(self, draft: Callable[[Sequence[int], int], Draft], line: Line) -> Draft:
-        tokens, parents = draft(line.tokens[1 : 1 + self.depth], self.runner.vocab_size)
-        most = self.runner.max_draft_tokens
-        return tokens[:most], parents[:most]
+    def move(self) -> str:
+        """What of a step's accepted keys and values is not moved as its specification moves it."""
+        runner, mover = self.runner, self.runner.mover
+        wrong: list[int] = []
+        steps = []
+
+        def move(*told: torch.Tensor) -> None:
+            copies = [cache[: self._num_blocks].clone() for cache in runner.kv_caches]
+            mover.move(*told)
+            naive_commit(copies, *told)
+            caches = [cache[: self._num_blocks].contiguous() for cache in runner.kv_caches]
+            both = enumerate(zip(caches, copies, strict=True))
+            wrong.extend(i for i, pair in both if not torch.equal(*(one.view(torch.uint8) for one in pair)))
+            steps.append(told)
+
+        runner.mover = SimpleNamespace(move=move)
+        try:
+            self._fork()
+        finally:
+            runner.mover = mover
+        if not steps:
+            return "a step with branches moved nothing"
+        return f"accepted keys and values of layer {wrong[0]} are not where they belong" if wrong else ""
+
+    def _fork(self) -> None:
+        """One step in which everybody has branches, without graphs."""
+        kept, self.runner.draft_graphs.trees = self.runner.draft_graphs.trees, None
+        try:
+            self._begin()
+            self._step(self._drafts(fork_of, self.lines))
+        finally:
+            self.runner.draft_graphs.trees = kept
+        self.end()
+
+    def _drafts(self, draft: Any, lines: Sequence[Line]) -> dict[int, Draft]:
+        most, vocab = self.runner.max_draft_tokens, self.runner.vocab_size
+        drafts = {number: draft(line.tokens[1 : 1 + self.depth], vocab) for number, line in enumerate(lines)}
+        return {number: (tokens[:most], parents[:most]) for number, (tokens, parents) in drafts.items()}
 
     def _right(self, draft: Draft, number: int) -> int:
         """Draft tokens that plain decoding samples."""
@@ -286,38 +288,10 @@ class CheckRequests:
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _graphs(self, trees: Any) -> Iterator[list[Any]]:
-        """Steps with branches replay these graphs or none; which were replayed is noted."""
-        graphs, replayed = self.runner.draft_graphs, []
-        kept, graphs.trees = graphs.trees, trees
-        if trees is not None:
-            run = trees.run_fullgraph
-
-            def noted(desc: Any) -> Any:
-                replayed.append(desc)
-                return run(desc)
-
-            trees.run_fullgraph = noted
-        try:
-            yield replayed
-        finally:
-            graphs.trees = kept
-            if trees is not None:
-                del trees.run_fullgraph
-
-    def _begin(self) -> None:
+    def _begin(self) -> list[str]:
+        """Prefill the prompts, of requests that are new to the engine."""
         self.end()
         self._pass += 1
-
-    def _name(self, number: int) -> str:
-        return f"self-check-{self._pass}-{number}"
-
-    def _sampled(self, number: int) -> list[int]:
-        request = self.host.get(self._name(number))
-        return [] if request is None else request.buffer[len(self.lines[number].prompt) : request.length].tolist()
-
-    def _prefill(self) -> list[str]:
         output = SchedulerOutput.make_empty()
         for number, line in enumerate(self.lines):
             request = Request(self._name(number), line.prompt, line.params, None)
@@ -325,6 +299,13 @@ class CheckRequests:
             output.scheduled_new_reqs.append(new)
             output.num_scheduled_tokens[new.req_id] = len(line.prompt)
         return self._run(output)
+
+    def _name(self, number: int) -> str:
+        return f"self-check-{self._pass}-{number}"
+
+    def _sampled(self, number: int) -> list[int]:
+        request = self.host.get(self._name(number))
+        return [] if request is None else request.buffer[len(self.lines[number].prompt) : request.length].tolist()
 
     def _step(self, drafts: Mapping[int, Draft]) -> list[str]:
         """One decode step of all requests, with these drafts."""

@@ -1,7 +1,7 @@
 """CUDA graphs for steps with branches, beside vLLM's own for all others.
 
 A graph keeps the attention that it was captured with. vLLM's decode graphs attend causally, as chains do, so steps of
-chains replay those. Branches need the tree kernel, for all rows of their step. Few requests share such a step, and each
+chains replay those. Branches need tree attention, for all rows of their step. Few requests share such a step, and each
 may have the most nodes: so one graph for every number of requests is all, and no size has to be chosen.
 
 A step that none of them holds is vLLM's to run, piecewise or without graphs, but in no full graph of its own.
@@ -96,6 +96,7 @@ class DraftGraphs:
     def __init__(self) -> None:
         self.stock: Any = None
         self.trees: TreeGraphs | None = None
+        self.num_replayed = 0
         # part of the self-check -> why its graphs could not be captured
         self.failed: dict[str, str] = {}
 
@@ -141,6 +142,7 @@ class DraftGraphs:
     def run_fullgraph(self, desc: BatchExecutionDescriptor) -> Any:
         graphs = self.trees
         assert graphs is not None and desc in graphs.graphs, f"a step with branches, and a causal graph: {desc}"
+        self.num_replayed += 1
         return graphs.run_fullgraph(desc)
 
     def run_pw_graph(self, *args: Any, **kwargs: Any) -> Any:

@@ -21,8 +21,10 @@ class TreeInputs:
 
     def __init__(self, max_reqs: int, max_rows: int, device: torch.device) -> None:
         self._device = device
-        # [max_reqs] nodes of each request of the batch, in batch order; 0: rows attend causally
-        self.num_nodes = torch.zeros(max_reqs, dtype=torch.int32, device=device)
+        # [2, max_reqs] of each request of the batch, in batch order
+        self._of_requests = torch.zeros(2, max_reqs, dtype=torch.int32, device=device)
+        # [max_reqs] nodes, and keys below the first of them; of no request: 0
+        self.num_nodes, self.context_lens = self._of_requests
         # [max_rows] bit j: node j of the row's request is the row's node or above it
         self.ancestors = torch.zeros(max_rows, dtype=torch.int64, device=device)
         # [max_rows] how far a row's position lies behind its place
@@ -37,7 +39,6 @@ class TreeInputs:
         self.has_branches = False
         # rows attend by ancestors: where there are branches, and while the graphs of such steps are captured
         self.by_ancestors = False
-        self.always_by_ancestors = False
         self._shift: torch.Tensor | None = None
 
     def clear(self) -> None:
@@ -55,16 +56,18 @@ class TreeInputs:
         parents, draft_ids = (
             torch.empty(len(batch.logits_indices), dtype=torch.int32, device=self._device) for _ in range(2)
         )
-        self.by_ancestors = self.has_branches or self.always_by_ancestors
-        if self.by_ancestors:
+        self.by_ancestors = self.has_branches
+        if self.has_branches:
             # those of padding as well
-            self.num_nodes.zero_()
+            self._of_requests.zero_()
         lay_out(
             drafted, batch.idx_mapping, batch.cu_num_logits, batch.query_start_loc, batch.input_ids,
-            parents, draft_ids, self.num_nodes, self.ancestors, self._shifts, has_branches=self.by_ancestors,
+            parents, draft_ids, self.num_nodes, self.ancestors, self._shifts, has_branches=self.has_branches,
         )  # fmt: skip
         self.parents, self.draft_ids = parents, draft_ids
         if self.has_branches:
+            count = len(batch.idx_mapping)
+            torch.sub(batch.seq_lens[:count], self.num_nodes[:count], out=self.context_lens[:count])
             self._shift = self._shifts[: batch.num_tokens]
 
     def shift_positions(self, positions: torch.Tensor) -> None:

@@ -14,38 +14,30 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import vllm
 from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_specrollout.kernels import kv_commit, tree_attention, tree_verify
-from vllm_specrollout.kernels.kv_commit.naive import kv_commit as naive_commit
-from vllm_specrollout.kernels.tree_attention.naive import naive_tree_attention
 from vllm_specrollout.kernels.tree_verify.kernel import tree_verify as judge
 from vllm_specrollout.kernels.tree_verify.naive import judge as naive_judge
 from vllm_specrollout.observe import self_check as record
 from vllm_specrollout.observe.guard import CONTAINED
 from vllm_specrollout.observe.metrics import Metrics
 from vllm_specrollout.observe.self_check import Record, allowed, deadline
-from vllm_specrollout.trees.mask import ancestor_mask
 from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.common import Stats
 from vllm_specrollout.worker.request import Desk
-from vllm_specrollout.worker.v2.attention import attention_layers, off_by
-from vllm_specrollout.worker.v2.check_steps import CheckRequests, Scripted, chain_of, fork_of
+from vllm_specrollout.worker.v2.check_steps import CheckRequests, Scripted
 from vllm_specrollout.worker.v2.host import Host
 from vllm_specrollout.worker.v2.verify import sampled_rows
 
 logger = logging.getLogger("vllm.specrollout")
 
-_CONTEXTS = (37, 700)
-"""Tokens before the drafts, where attention is compared: within one split of the keys, and over several."""
-_FORK = [-1, -1, 0, 1, 1, 3, 4]
-"""Parents of the nodes, where attention is compared."""
 _ROWS = 64
 UNCHECKED = "`self_check` is off, and trees wait for it"
 
@@ -152,9 +144,6 @@ class SelfCheck:
         if self.is_wanted and record.CRASH not in self.failed:
             if not self.record.has_passed:
                 self.part(record.VERIFY, lambda: check_verify(runner))
-                if runner.shape[0] is DraftMode.TREE:
-                    self.part(record.ATTENTION, lambda: check_attention(runner))
-                    self.part(record.COMMIT, lambda: check_commit(runner))
             self.apply()
             requests = CheckRequests(runner)
             runner.kv_connector.set_disabled(True)
@@ -174,26 +163,29 @@ class SelfCheck:
     def _check_steps(self, requests: CheckRequests) -> None:
         """Requests with drafts, from the safest kind of step to the boldest."""
         runner = self.runner
-        if not self.part(record.CHAINS, lambda: requests.decode() or requests.compare(chain_of)):
+        chains = partial(requests.compare, DraftMode.CHAIN)
+        if not self.part(record.CHAINS, lambda: requests.decode() or chains()):
             if runner.verifier.has_kernel and requests.lines:
                 # once more without our kernel, which is what would be used then
                 self.failed.setdefault(record.VERIFY, self.failed.pop(record.CHAINS))
                 self.apply()
-                self.part(record.CHAINS, lambda: requests.compare(chain_of))
+                self.part(record.CHAINS, chains)
             if record.CHAINS in self.failed:
                 return
         self.apply()
-        if runner.shape[0] is DraftMode.TREE and requests.can_fork:
+        if runner.max_draft_tokens > 1 and runner._may_branch(len(requests.lines)):
             self.part(record.ATTENTION, requests.shadow)
-            self.part(record.TREES, lambda: requests.compare(fork_of))
+            self.part(record.COMMIT, requests.move)
+            self.part(record.TREES, lambda: requests.compare(DraftMode.TREE))
             self._check_graphs(requests)
 
     def _check_graphs(self, requests: CheckRequests) -> None:
         """Graphs that none of these requests' steps fits into prove nothing, and are not used."""
         runner, graphs = self.runner, self.runner.draft_graphs.trees
-        if graphs is None or not self.part(record.TREE_GRAPHS, lambda: requests.compare(fork_of, graphs)):
+        replayed = runner.draft_graphs.num_replayed
+        if graphs is None or not self.part(record.TREE_GRAPHS, lambda: requests.compare(DraftMode.TREE, graphs)):
             return
-        if not requests.num_replayed:
+        if runner.draft_graphs.num_replayed == replayed:
             self.passed.remove(record.TREE_GRAPHS)
             runner.draft_graphs.trees = None
             logger.info("Spec rollout: no step of the self-check fits the CUDA graphs for trees: they are not used")
@@ -234,8 +226,6 @@ def limit(runner: Any, shape: DraftMode, reason: str) -> None:
     runner.shape = (shape, reason)
     runner.desk = Desk(shape)
     runner.draft_graphs.trees = None
-    # where our layers attend to chains as well (attention.py), they go the plain way now
-    runner.inputs.always_by_ancestors = False
 
 
 def key_of(runner: Any) -> str:
@@ -348,83 +338,4 @@ def check_verify(runner: Any) -> str:
         ):
             if ours.tolist() != theirs:
                 return f"{what} of {dtype} logits are not those of vLLM's sampler"
-    return ""
-
-
-def check_attention(runner: Any) -> str:
-    """Our kernel over what each kind of layer wrote into its cache, against its specification over what it was told."""
-    kinds: dict[Any, Any] = {}
-    for layer in attention_layers(runner):
-        impl, cache = layer.impl, layer.kv_cache
-        kind = (impl.num_heads, cache.shape[1:], cache.stride(), impl.window, impl.softcap)
-        kinds.setdefault(kind, layer)
-    for layer in kinds.values():
-        if wrong := _check_layer(runner, layer):
-            return wrong
-    return ""
-
-
-def _check_layer(runner: Any, layer: Any) -> str:
-    impl, cache, device = layer.impl, layer.kv_cache, runner.device
-    size, heads, head_size = cache.shape[2], cache.shape[1], impl.head_size
-    draw = torch.Generator().manual_seed(1)
-    nodes, contexts = len(_FORK), [context for context in _CONTEXTS if context + len(_FORK) + 1 <= runner.max_model_len]
-    lengths = [context + 1 + nodes for context in contexts]
-    needed = [-(-length // size) for length in lengths]
-    if 1 + sum(needed) > cache.shape[0]:
-        lengths, needed, contexts = lengths[:1], needed[:1], contexts[:1]
-    # blocks in an order of their own: 0 is nobody's
-    blocks = 1 + torch.randperm(sum(needed), generator=draw)
-    # as wide as a step's, by which kernels are compiled
-    table = torch.zeros(len(lengths), runner.block_tables.input_block_tables[0].stride(0), dtype=torch.int32)
-    plain = torch.zeros(1 + sum(needed), heads, size, 2 * head_size)
-    for r, (length, own) in enumerate(zip(lengths, blocks.split(needed), strict=True)):
-        table[r, : len(own)] = own
-        written = torch.randn(2, length, heads, head_size, generator=draw).to(runner.dtype)
-        slots = own[torch.arange(length) // size] * size + torch.arange(length) % size
-        impl.do_kv_cache_update(layer, *written.to(device), cache, slots.to(device))
-        plain[slots // size, :, slots % size] = torch.cat([*written], dim=-1).float()
-    rows = 1 + nodes
-    masks = torch.zeros(len(lengths), rows, dtype=torch.int64)
-    masks[:, 1:] = torch.from_numpy(ancestor_mask(np.array(_FORK, np.int32)).view(np.int64))
-    query = torch.randn(len(lengths) * rows, impl.num_heads, head_size, generator=draw).to(runner.dtype)
-    starts = torch.arange(0, len(query) + 1, rows, dtype=torch.int32)
-    told = (
-        starts, torch.tensor(lengths, dtype=torch.int32), table,
-        torch.full((len(lengths),), nodes, dtype=torch.int32), masks.flatten(),
-    )  # fmt: skip
-    options = {"scale": impl.scale, "sliding_window": impl.window, "softcap": impl.softcap}
-    wanted = naive_tree_attention(query, plain[..., :head_size], plain[..., head_size:], *told, **options)
-    most = off_by(runner.dtype) * float(plain[..., head_size:].abs().max())
-    for programs in (1, 2):
-        arguments = [each.to(device) for each in told]
-        found = impl.attend_to(query.to(device), cache, *arguments, rows, max(lengths), programs)
-        off = float((found.cpu().double() - wanted).abs().max())
-        if not off <= most:  # a NaN is no number below
-            return f"attention is off by {off:.2g} (at most {most:.2g}), contexts of {contexts}, {programs} programs"
-    return ""
-
-
-def check_commit(runner: Any) -> str:
-    """Our kernel against its specification, on random bytes in the first blocks of every layer."""
-    caches, device = runner.kv_caches, runner.device
-    count = min(4, caches[0].shape[0])
-    size = caches[0].shape[2]
-    draw = torch.Generator().manual_seed(2)
-    for cache in caches:
-        cache[1:count] = torch.randn(cache[1:count].shape, generator=draw).to(device, cache.dtype)
-    copies = [cache[:count].clone() for cache in caches]
-    # two requests, one over the edge of a block, and a path of jumps; the other one's stays as it is
-    width = min(5, 1 + runner.max_draft_tokens)
-    last = count * size - 16
-    slots = torch.cat([size + torch.arange(8) + size - 4, last + torch.arange(8)])
-    starts = torch.tensor([0, 8, 16], dtype=torch.int32)
-    path = torch.tensor([[0, 2, 3, 5, 7], [0, 1, 2, 3, 4]], dtype=torch.int32)[:, :width].contiguous()
-    counts = torch.tensor([width, 1], dtype=torch.int32)
-    arguments = [each.to(device) for each in (slots, starts, path, counts)]
-    runner.mover.move(*arguments)
-    naive_commit(copies, *arguments)
-    for number, (cache, copy) in enumerate(zip(caches, copies, strict=True)):
-        if not torch.equal(cache[:count].contiguous().view(torch.uint8), copy.contiguous().view(torch.uint8)):
-            return f"accepted keys and values of layer {number} are not where they belong"
     return ""

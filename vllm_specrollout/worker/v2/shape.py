@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym, kNvfp4Dynamic
 from vllm.sampling_params import SamplingParams
@@ -21,20 +20,20 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
-    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
     get_kv_quant_mode,
 )
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_specrollout.kernels.tree_attention.launch import default_tile, shared_memory_of
+from vllm_specrollout.kernels.tree_attention.kernel import MAX_HEAD_SIZE
 from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.common import IMAGES_BOTH_WAYS
 
 _BACKENDS = frozenset(
-    backend.get_path()
-    for backend in (AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN, AttentionBackendEnum.CPU_ATTN)
+    backend.get_path() for backend in (AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.CPU_ATTN)
 )
+# of FlashAttention: those that are called over a context as vLLM's context parallelism calls them
+_FLASH_VERSIONS = (2, 3)
 # what vLLM's compiler can make an attention layer write instead of its result
 _OUTPUT_QUANT_KEYS = (kFp8StaticTensorSym, kNvfp4Dynamic)
 
@@ -74,28 +73,39 @@ def layer_shape(impl: Any, spec: KVCacheSpec, backend: type, config: VllmConfig)
 
 
 def _of_cache(impl: Any, spec: Any, backend: type, config: VllmConfig) -> Iterator[str]:
-    """Why the kernel does not read the layer's KV cache as vLLM does."""
+    """Why the layer's KV cache is not attended to as a context."""
     if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
         yield "multi-head latent attention has no tree kernel"
-    elif type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
-        yield f"no tree kernel for {type(spec).__name__}"
     # by its place, not its name: a backend derived from a known one goes by the same name
     path = f"{backend.__module__}.{backend.__qualname__}"
     if impl is None or path not in _BACKENDS:
-        yield f"no tree kernel beside the attention backend {backend.__qualname__}"
+        yield f"no trees beside the attention backend {backend.__qualname__}: contexts are FlashAttention's"
         return
+    version = getattr(impl, "vllm_flash_attn_version", None)
+    if path != AttentionBackendEnum.CPU_ATTN.get_path() and version not in _FLASH_VERSIONS:
+        yield f"no trees beside FlashAttention {version}: contexts are attended to by {_FLASH_VERSIONS}"
+    if _has_window(impl.sliding_window):
+        yield "a sliding window: it goes by the rows' places, and nodes stand at their depths"
+    if impl.kv_sharing_target_layer_name is not None:
+        yield "a KV cache that layers share: a layer without keys of its own has no nodes'"
+    if type(spec) is not FullAttentionSpec:
+        yield f"no tree kernel for {type(spec).__name__}"
     dtype = config.model_config.dtype
     modes = {spec.kv_quant_mode, get_kv_quant_mode(impl.kv_cache_dtype)}
     if modes != {KVQuantMode.NONE} or spec.dtype != dtype:
-        yield f"a KV cache of {impl.kv_cache_dtype}: the tree kernel reads none but of the model's own type"
+        yield f"a KV cache of {impl.kv_cache_dtype}: trees need one of the model's own type"
     if not spec.head_size == spec.head_size_v == impl.head_size:
         yield f"keys of {spec.head_size} elements and values of {spec.head_size_v}"
-    try:
-        default_tile(dtype, spec.head_size, shared_memory_of(torch.device(config.device_config.device_type)))
-    except ValueError as error:
-        yield str(error)
+    if spec.head_size > MAX_HEAD_SIZE:
+        yield f"heads of {spec.head_size} elements, where the tree kernel takes {MAX_HEAD_SIZE}"
     if spec.state_content_bytes is not None or spec.num_heads != spec.num_kv_heads:
         yield "a packed KV cache has no tree kernel"
+
+
+def _has_window(sliding_window: Any) -> bool:
+    """vLLM says (left, right) with (-1, -1) for none, or one number, or None."""
+    left = sliding_window[0] if isinstance(sliding_window, tuple) else sliding_window
+    return left is not None and left >= 0
 
 
 def _of_attention(impl: Any, spec: Any, config: VllmConfig) -> Iterator[str]:

@@ -57,9 +57,8 @@ def warm_up(runner: SpecRolloutV2) -> dict[str, str]:
     run(COMMIT, lambda: runner.mover.warm_up(width))
     if runner.experts is not None:
         run(COMMIT, lambda: runner.experts.warm_up(width))
-    block_table = runner.block_tables.input_block_tables[0][:1]
     for layer in attention_layers(runner):
-        run(ATTENTION, lambda layer=layer: layer.impl.warm_up(layer, runner.dtype, block_table))
+        run(ATTENTION, lambda layer=layer: layer.impl.warm_up(layer, runner.dtype))
     return failed
 
 

@@ -1,10 +1,8 @@
-"""The runner that drafts chains on CUDA, over vLLM's CPU runner: stock's tokens, with the noise of its CUDA sampler.
-
-There is no GPU in this: the device's part (attention, graphs, generators on the device) is not tested here.
-"""
+"""The V1 runner with the noise of vLLM before 0.32, a vector per token, over the installed one: stock's tokens."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +11,26 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from tests.e2e.identity.cases import ALONE, cases, features
 from tests.e2e.identity.check import VOCAB
 from tests.e2e.identity.compare import compare, run
 from tests.e2e.identity.engines import engine, model
 from tests.e2e.identity.fuzz import FuzzDrafter
-from vllm_specrollout.worker.v1 import worker
-from vllm_specrollout.worker.v1.cuda_runner import ChainMixin
-from vllm_specrollout.worker.v1.runner import SpecRolloutV1
-
-
-class ChainsOnCPU(ChainMixin, SpecRolloutV1, CPUModelRunner):
-    """The CUDA runner's own code; chains run through stock attention here as there."""
-
-    num_scratch = 0  # set by the CPU worker
+from vllm_specrollout.patches import features as versions
+from vllm_specrollout.worker.v1 import sampler
 
 
 @pytest.fixture
-def exponential_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stock on CPU samples as stock on CUDA does; ours is the runner for CUDA."""
+def vector_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock samples as older versions do; ours follows their row of the table."""
+    row = replace(versions.installed(), cpu_noise="vector")
     monkeypatch.setattr(TopKTopPSampler, "forward_cpu", TopKTopPSampler.forward_native)
-    monkeypatch.setattr(worker, "SpecRolloutCPURunner", ChainsOnCPU)
+    monkeypatch.setattr(versions, "installed", lambda: row)
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.identity), "float32"])
-def test_chains_with_noise_drawn_as_vectors_yield_stocks_tokens(
-    tmp_path: Path, exponential_noise: None, dtype: str
-) -> None:
+def test_trees_with_noise_drawn_as_vectors_yield_stocks_tokens(tmp_path: Path, vector_noise: None, dtype: str) -> None:
     path = model(tmp_path, "qwen3", dtype)
     only = tuple(name for name in features(VOCAB) if name not in ALONE)
     requests = cases(2 * len(only), VOCAB, seed=23, max_tokens=24, only=only)
@@ -49,19 +38,19 @@ def test_chains_with_noise_drawn_as_vectors_yield_stocks_tokens(
         truth = run(stock.llm, requests)
     answers: Any = {c.problem_id: list(o.outputs[0].token_ids) for c, o in zip(requests, truth, strict=True)}
     with engine(path, dtype, is_ours=True, spec_rollout={"max_draft_tokens": 8}) as ours:
-        assert ours.runner.shape[0].value == "chain"
+        assert isinstance(ours.runner.noise, sampler.ExponentialNoise)
         ours.runner.spec_rollout.replace_drafters([FuzzDrafter(answers, VOCAB, seed=2)])
         drafted = run(ours.llm, requests)
-        assert ours.runner.stats.accepted > 0 and not ours.runner.stats.branches_committed
+        assert ours.runner.stats.accepted > 0 and ours.runner.stats.branches_committed > 0
     report = compare(requests, truth, drafted, dtype)
     assert not report.failures, report.failures[:10]
 
 
 @pytest.mark.nightly
 def test_drafts_beyond_what_noise_may_take_are_cut_and_cost_no_token(
-    tmp_path: Path, exponential_noise: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, vector_noise: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ChainMixin, "most_nodes", 5)
+    monkeypatch.setattr(sampler, "MOST_NOISE_BYTES", 5 * 4 * VOCAB)
     path = model(tmp_path, "llama", "float32")
     requests = cases(8, VOCAB, seed=22, max_tokens=24, only=("temperature 1", "top_p"))
     with engine(path, "float32", is_ours=False) as stock:

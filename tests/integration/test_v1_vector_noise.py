@@ -1,4 +1,4 @@
-"""The noise of vLLM's V1 sampler on CUDA, on CPU tensors: the tape, the verdict, and the runner that drafts chains.
+"""The noise of vLLM's V1 sampler before 0.32: the tape, the verdict, and the tokens of sampling one at a time.
 
 The naive loop is stock's own `random_sample`, one token after another with the request's generator.
 """
@@ -45,7 +45,7 @@ def _one_by_one(seeds: list[int]) -> list[list[int]]:
 
 def _drafted(seeds: list[int], truth: list[list[int]], rng: np.random.Generator) -> tuple[list[list[int]], int]:
     """Ours: chains that are right for a while, or wrong; returns the tokens and the steps it took."""
-    noise = ExponentialNoise("raw_logprobs", VOCAB, torch.device("cpu"))
+    noise = ExponentialNoise("raw_logprobs", VOCAB)
     entries: Any = [SimpleNamespace(tape=noise.tape(torch.Generator().manual_seed(seed))) for seed in seeds]
     out: list[list[int]] = [[] for _ in seeds]
     steps = 0
@@ -84,7 +84,7 @@ def test_whatever_is_drafted_the_tokens_are_those_of_sampling_one_at_a_time(seed
 
 def test_the_noise_of_another_position_would_be_noticed() -> None:
     truth = _one_by_one([1, 2, 3])
-    noise = ExponentialNoise("raw_logprobs", VOCAB, torch.device("cpu"))
+    noise = ExponentialNoise("raw_logprobs", VOCAB)
     tapes = [noise.tape(torch.Generator().manual_seed(seed)) for seed in (1, 2, 3)]
     for tape in tapes:
         tape.peek(1)
@@ -95,7 +95,7 @@ def test_the_noise_of_another_position_would_be_noticed() -> None:
 
 
 def test_greedy_rows_get_noise_that_no_division_minds() -> None:
-    noise = ExponentialNoise("raw_logprobs", VOCAB, torch.device("cpu"))
+    noise = ExponentialNoise("raw_logprobs", VOCAB)
     entries: Any = [SimpleNamespace(tape=None), SimpleNamespace(tape=noise.tape(torch.Generator()))]
     noise.set_nodes(entries, np.array([0, 2, 3], np.int32), np.array([0, 1, 2, 0, 1], np.int32))
     assert noise.sampler.noise is not None and noise.sampler.noise.shape == (5, VOCAB)
@@ -104,7 +104,7 @@ def test_greedy_rows_get_noise_that_no_division_minds() -> None:
 
 @pytest.mark.parametrize("vocab_size", [1, 401, 40_003], ids=lambda n: f"V{n}")
 def test_the_tapes_vectors_are_bit_for_bit_what_stock_draws_into_its_rows(vocab_size: int) -> None:
-    noise = ExponentialNoise("raw_logprobs", vocab_size, torch.device("cpu"))
+    noise = ExponentialNoise("raw_logprobs", vocab_size)
     ours = noise.tape(torch.Generator().manual_seed(9)).peek(3)
     generator = torch.Generator().manual_seed(9)
     for vector in ours:
