@@ -1,6 +1,6 @@
 """`specrollout bench micro`: the parts of a step by themselves, without an engine, each beside what was predicted.
 
-A prediction comes first, so that a figure can surprise. They are those of a 7B (Qwen2.5's shape) in bfloat16 on an H200.
+A prediction comes first, so that a figure can surprise. They hold for a 7B (Qwen2.5's shape) in bfloat16 on an H200.
 """
 
 from __future__ import annotations
@@ -77,8 +77,11 @@ class Micro(Scenario):
 
 def _rows(timer: Any) -> Iterator[MicroRow]:
     """From how many rows on a chain's bits are no longer those of plain decoding, with one split, as where vLLM's
-    kernels are batch-invariant. FlashAttention 3 walks heads of 64 in tiles of 192 keys up to 64 packed rows, and of 128
-    beyond; so do rows that are fewer than their graph's."""
+    kernels are batch-invariant.
+
+    FlashAttention 3 walks heads of 64 in tiles of 192 keys up to 64 packed rows, and of 128 beyond; it goes by the rows
+    that the graph was captured for.
+    """
     most = 32 if timer.device == "cuda" else 3
     for size, group in itertools.product((64, 128), (4, 7, 8)):
         attend, name = _attending(timer.device, size, group, most), f"heads of {size}, {group} to a key head"

@@ -27,7 +27,7 @@ def load() -> Any:
 
 
 def ours(inputs: AttentionInputs, kernel: Any) -> Call:
-    """A step's attention in two launches, as in an engine: FlashAttention over the context, our kernel over the nodes."""
+    """A step's attention as in an engine: FlashAttention over the context, then our kernel over the nodes."""
     over_context, size = flash.context(inputs), inputs.case.model.head_size
     keys, values = inputs.own[..., :size], inputs.own[..., size:]
 

@@ -93,31 +93,25 @@ class Engine:
         joining: list[list[int]],
         own: dict[str, Any],
     ) -> dict[str, Any]:
-        """As `generate(is_warm=True)`, with a look at five steps from step `at` on: where their time goes.
+        """As `generate(is_warm=True)`, with a look at the steps from `at` on: where their time goes.
 
         Args:
             joining: prompts that arrive at that step, each with the parameters `own`.
 
         Returns: as `worker_calls.end_trace`. Needs what `randomise` needs.
         """
-        found: list[dict[str, Any]] = []
 
         def between(step: int) -> None:
-            if step == at - 2:
-                self.llm.collective_rpc(self._calls.start_trace)
             if step == at:
                 for i, prompt in enumerate(joining):
                     self._add(f"joins {i}", prompt, own)
-            if step == at + 6:
-                found.extend(self.llm.collective_rpc(self._calls.end_trace))
 
+        self.llm.collective_rpc(self._calls.start_trace)
         self._run(prompts, params, between=between)
         while self.core.has_unfinished_requests():
             self.core.step()
-        if not found:
-            # all had ended before
-            found.extend(self.llm.collective_rpc(self._calls.end_trace))
-        return found[0]
+        found: dict[str, Any] = self.llm.collective_rpc(self._calls.end_trace, args=(at,))[0]
+        return found
 
     def look(self, prompt: list[int], params: dict[str, Any], at: int, candidates: list[int]) -> dict[str, Any]:
         """What one request is answered up to position `at`, and what its candidates there are sampled from.

@@ -87,57 +87,56 @@ def start_trace(worker: Any) -> None:
     worker.bench_trace[0].start()
 
 
-def end_trace(worker: Any) -> dict[str, Any]:
-    """What was seen, of five steps at most.
+def end_trace(worker: Any, at: int) -> dict[str, Any]:
+    """What was seen of five steps: from `at` on, or the last ones of a shorter run.
 
     Returns:
         steps: of each rows, padded (rows computed) and graph (its mode); span_ms, from its first kernel's begin to its
             last one's end; busy_ms of that, in which the device worked; gap_ms, idle before it; launches; kernels.
         dearest: ten kernels of these steps: [name, milliseconds, times].
     """
+    profiler, steps = worker.__dict__.pop("bench_trace")
+    for name in ("execute_model", "prepare_inputs"):
+        worker.model_runner.__dict__.pop(name, None)
+    own = launched_in(profiler, [step.pop("begin") for step in steps], worker.device.type == "cuda")
+    # a step that launched nothing is none
+    seen = [(step, sorted(kernels)) for step, kernels in zip(steps, own, strict=True) if kernels]
+    first, found, totals = max(1, min(at, len(seen) - 5)), [], {}
+    for (step, kernels), (_, before) in list(zip(seen[1:], seen, strict=False))[first - 1 : first + 4]:
+        begin = end = kernels[0][0]
+        busy, until = 0, max(one[1] for one in before)
+        for start, stop, name, _ in kernels:
+            busy += max(0, stop - max(start, end))
+            end = max(end, stop)
+            total = totals.setdefault(name, [0.0, 0])
+            total[:] = total[0] + (stop - start) / 1e6, total[1] + 1
+        counts = {"launches": len({one[3] for one in kernels}), "kernels": len(kernels)}
+        times = {"span_ms": (end - begin) / 1e6, "busy_ms": busy / 1e6, "gap_ms": (begin - until) / 1e6}
+        found.append({**step, **times, **counts})
+    dearest = sorted(([name, *total] for name, total in totals.items()), key=lambda row: -row[1])
+    return {"steps": found, "dearest": dearest[:10]}
+
+
+def launched_in(profiler: Any, begins: list[int], on_cuda: bool) -> list[list[tuple[int, int, str, int]]]:
+    """(begin, end, name, launch) of the kernels of each step, nanoseconds since 1970."""
     import bisect
 
     import torch
 
-    profiler, steps = worker.bench_trace
-    for name in ("execute_model", "prepare_inputs", "bench_trace"):
-        (worker if name == "bench_trace" else worker.model_runner).__dict__.pop(name, None)
-    on_cuda = worker.device.type == "cuda"
     if on_cuda:
         torch.cuda.synchronize()
     profiler.stop()
-    kind = torch.autograd.DeviceType.CUDA if on_cuda else torch.autograd.DeviceType.CPU
     # an annotation spans what it names, idle or not; not every torch tells
     events = [
         one for one in profiler.profiler.kineto_results.events() if not getattr(one, "is_user_annotation", bool)()
     ]
+    cpu, cuda = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
     # a kernel belongs to the step in which the host launched it, and a graph is one launch of many
-    launched = {
-        one.correlation_id(): one.start_ns() for one in events if one.device_type() == torch.autograd.DeviceType.CPU
-    }
-    begins, own = [step.pop("begin") for step in steps], [[] for _ in steps]
+    launched = {one.correlation_id(): one.start_ns() for one in events if one.device_type() == cpu}
+    found: list[list[tuple[int, int, str, int]]] = [[] for _ in begins]
     for one in events:
-        if one.device_type() == kind and one.duration_ns():
-            at = bisect.bisect(begins, launched.get(one.correlation_id(), one.start_ns())) - 1
-            if at >= 0:
-                own[at].append(
-                    (one.start_ns(), one.start_ns() + one.duration_ns(), one.name()[:120], one.correlation_id())
-                )
-    found, totals, end = [], {}, 0
-    for step, kernels in zip(steps, own, strict=True):
-        if not kernels:
-            continue
-        busy, before, begin = 0, end, min(kernels)[0]
-        end = begin
-        for start, until, name, _ in sorted(kernels):
-            busy += max(0, until - max(start, end))
-            end = max(end, until)
-            if before:
-                total = totals.setdefault(name, [0.0, 0])
-                total[0] += (until - start) / 1e6
-                total[1] += 1
-        counts = {"launches": len({one[3] for one in kernels}), "kernels": len(kernels)}
-        times = {"span_ms": (end - begin) / 1e6, "busy_ms": busy / 1e6, "gap_ms": (begin - before) / 1e6}
-        found += [{**step, **times, **counts}] if before and len(found) < 5 else []
-    dearest = sorted(([name, *total] for name, total in totals.items()), key=lambda row: -row[1])
-    return {"steps": found, "dearest": dearest[:10]}
+        start, launch = one.start_ns(), one.correlation_id()
+        at = bisect.bisect(begins, launched.get(launch, start) if on_cuda else start) - 1
+        if one.device_type() == (cuda if on_cuda else cpu) and one.duration_ns() and at >= 0:
+            found[at].append((start, start + one.duration_ns(), one.name()[:120], launch))
+    return found

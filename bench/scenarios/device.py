@@ -7,6 +7,7 @@ the model chooses its tokens. `--dry` walks through the same code on a CPU, with
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -14,8 +15,7 @@ from pathlib import Path
 from statistics import fmean, median_high
 from typing import Any, ClassVar
 
-from vllm_specrollout.cli import flags as cli_flags
-from vllm_specrollout.config import BUDGETS, MAX_NODES
+from vllm_specrollout.config import BUDGETS
 from vllm_specrollout.errors import SpecRolloutError
 
 from ..kernels.shapes import Cell
@@ -32,7 +32,7 @@ MOST_ASKED = 32
 """Differences of a row that stock is asked about; it is not asked about the others, so they are no proven ties."""
 _LESSONS = 3  # runs after which our answers are taken to be what they are: a tie may turn each one's into others
 _SLACK = 4  # a request may be given drafts beyond its last token
-_TRACED_AT, _JOINING, _JOINING_LEN = 20, 4, 64  # a trace's first step; prompts that join in another, and their tokens
+_TRACED_AT, _JOINING, _JOINING_LEN = 8, 4, 64  # a trace's first step; prompts that join there, and their least tokens
 _PATTERN, _ALLOWED = 32, 12  # the ngram arm's prompts repeat so many tokens, its answers are made of so many
 
 
@@ -80,6 +80,7 @@ class Device(EngineScenario):
     tokens: int = flag(64, "Tokens generated per request.", within=(2, 1 << 14))
     logit_std: float = flag(1.0, "Of the logits: 1, the model chooses; 0.05, noise does, and ties are rare.")
     rounds: int = flag(0, "Timed rounds after a warm-up; 0: identity alone, once.", within=(0, 1000))
+    row_s: float = flag(60.0, "Seconds after which a row's rounds end.")
     traced: tuple[int, ...] = flag((), "Batches whose steps are traced.", "--trace", within=(1, 1024))
     is_strict: bool = flag(False, "Batch-invariant kernels in both engines, and no tie is allowed.", "--strict")
     is_eager: bool = flag(False, "Without or with CUDA graphs, in both.", "--eager/--graphs")
@@ -265,20 +266,22 @@ class _Bench:
             return self._run(engine if one else STOCK, cell, arm, nodes if one and one in OURS else None)
 
         with self._engines.doing(f"{arm} of {nodes}, {cell}"):
-            taught = self._taught(cell, arm, nodes)
-            pairs = [run_round(number, [arm], run)[arm] for number in (range(-1, rounds) if rounds else [0])]
+            begin, taught, pairs = time.monotonic(), self._taught(cell, arm, nodes), []
+            for number in range(-1, rounds) if rounds else [0]:
+                pairs.append(run_round(number, [arm], run)[arm])
+                if number >= 0 and time.monotonic() - begin > self._scenario.row_s:
+                    break
         made = self._made(cell, arm, nodes, pairs)
         stale = {one.request for pair in pairs for one in partings(taught, pair.ours)} if taught else set()
         return replace(made, stale=len(stale) if taught else None)
 
     def trace(self, cell: Cell, arm: str, nodes: int, joins: bool) -> dict[str, Any]:
-        """What the device does in five steps, be it that four prompts join in the first; docs/gpu.md has the fields."""
+        """What the device does in five steps, in the first of which four prompts may join; docs/gpu.md has the fields."""
         engine = _engine_of(arm)
         self._taught(cell, arm, nodes)
         prompts, params = self._prime(engine, cell, arm), self._params(cell, arm, nodes if arm in OURS else None)
-        joining = (
-            [prompt[-_JOINING_LEN - i :] for i, prompt in enumerate((prompts * _JOINING)[:_JOINING])] if joins else []
-        )
+        # ends of contexts, which nobody has cached
+        joining = [prompts[i % cell.batch][-_JOINING_LEN - i :] for i in range(_JOINING if joins else 0)]
         found = self._engines.ask(
             engine, "trace", prompts=prompts, params=params, at=_TRACED_AT, joining=joining, own=params[0]
         )
