@@ -81,7 +81,7 @@ class Device(EngineScenario):
     logit_std: float = flag(1.0, "Of the logits: 1, the model chooses; 0.05, noise does, and ties are rare.")
     rounds: int = flag(0, "Timed rounds after a warm-up; 0: identity alone, once.", within=(0, 1000))
     row_s: float = flag(60.0, "Seconds after which a row's rounds end.")
-    traced: tuple[int, ...] = flag((), "Batches whose steps are traced.", "--trace", within=(1, 1024))
+    traced: tuple[int, ...] = flag((0,), "Batches whose steps are traced; 0: none.", "--trace", within=(0, 1024))
     is_strict: bool = flag(False, "Batch-invariant kernels in both engines, and no tie is allowed.", "--strict")
     is_eager: bool = flag(False, "Without or with CUDA graphs, in both.", "--eager/--graphs")
     is_uncompiled: bool = flag(False, "Without torch's compiler: decoding in CUDA graphs alone.", "--uncompiled")
@@ -276,7 +276,7 @@ class _Bench:
         return replace(made, stale=len(stale) if taught else None)
 
     def trace(self, cell: Cell, arm: str, nodes: int, joins: bool) -> dict[str, Any]:
-        """What the device does in five steps, in the first of which four prompts may join; docs/gpu.md has the fields."""
+        """What the device does in five steps, in the first of which prompts may join; docs/gpu.md has the fields."""
         engine = _engine_of(arm)
         self._taught(cell, arm, nodes)
         prompts, params = self._prime(engine, cell, arm), self._params(cell, arm, nodes if arm in OURS else None)
