@@ -41,8 +41,8 @@ class MicroRow:
     measured: float
     # None: nobody dared
     predicted: float | None
-    # nothing here is right or wrong
-    passed: bool | None = None
+    # of what was timed at once
+    quartiles: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +82,11 @@ def _rows(timer: Any) -> Iterator[MicroRow]:
     FlashAttention 3 walks heads of 64 in tiles of 192 keys up to 64 packed rows, and of 128 beyond; it goes by the rows
     that the graph was captured for.
     """
+    import torch
+
     most = 32 if timer.device == "cuda" else 3
     for size, group in itertools.product((64, 128), (4, 7, 8)):
         attend, name = _attending(timer.device, size, group, most), f"heads of {size}, {group} to a key head"
-        import torch
-
         alone = torch.cat([attend(i, 1) for i in range(most)])
         predicted = float(64 // group + 1) if size == 64 else 0.0
         for what, counts, rows in (
@@ -175,10 +175,7 @@ def _attention(timer: Any) -> Iterator[MicroRow]:
     for (batch, context, nodes), predicted in cells.items():
         inputs = [make_attention(Attention(model, context, batch, nodes, "tree"), timer.device) for _ in range(_LAYERS)]
         for (way, make), expected in zip(ways.items(), predicted, strict=True):
-            us = timer.time([make(one) for one in inputs]).median_us
-            yield MicroRow(
-                name=f"{batch} x {context}, {nodes} nodes: {way}", unit="us", measured=us, predicted=expected
-            )
+            yield _timed(timer, [make(one) for one in inputs], f"{batch} x {context}, {nodes} nodes: {way}", expected)
 
 
 def _verify(timer: Any) -> Iterator[MicroRow]:
@@ -193,8 +190,8 @@ def _verify(timer: Any) -> Iterator[MicroRow]:
         case = Verdict(MODELS["7B"], batch, nodes)
         arguments = make_verdict(case, timer.device, vocab=1000 if is_small else None, dtype=torch.bfloat16)
         arguments["temperature"].fill_(1.0)
-        us = timer.time([functools.partial(verify, **arguments, width=1 + nodes)]).median_us
-        yield MicroRow(name=f"verify {case.rows} rows", unit="us", measured=us, predicted=VERIFY_ROW_US * case.rows)
+        call = functools.partial(verify, **arguments, width=1 + nodes)
+        yield _timed(timer, [call], f"verify {case.rows} rows", VERIFY_ROW_US * case.rows)
 
 
 def _lookup(timer: Any) -> Iterator[MicroRow]:
@@ -220,9 +217,14 @@ def _lookup(timer: Any) -> Iterator[MicroRow]:
             find, made(0, 400, (problems * past * length,)), spans, made(0, 400, (requests, length)), filled(16),
             filled(length // 2), batch.contiguous(), filled(most), filled(0), filled(-1)[:, None].contiguous(), tiles,
         )  # fmt: skip
-        us = timer.time([call]).median_us
-        predicted = 20.0 if requests == 64 else None
-        yield MicroRow(name=f"look up for {requests} requests", unit="us", measured=us, predicted=predicted)
+        yield _timed(timer, [call], f"look up for {requests} requests", 20.0 if requests == 64 else None)
+
+
+def _timed(timer: Any, calls: list[Callable[[], Any]], name: str, predicted: float | None) -> MicroRow:
+    """One of these calls."""
+    time = timer.time(calls)
+    quartiles = (time.low_us, time.high_us)
+    return MicroRow(name=name, unit="us", measured=time.median_us, predicted=predicted, quartiles=quartiles)
 
 
 _MAKERS: dict[str, Callable[[Any], Iterator[MicroRow]]] = dict(
