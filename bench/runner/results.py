@@ -20,7 +20,7 @@ _ROW = (
 )
 """Fields kept of a row, where it has them."""
 _DEVICE = (
-    *(*_ROW, "busy_ms", "idle_ms", "roof_us", "times"),
+    *(*_ROW, "times"),
     *("compared", "ties", "drafted", "accepted", "branches", "unit", "measured", "predicted", "quartiles"),
 )
 """Fields kept of a row of a GPU's, where they may be told."""
@@ -213,13 +213,11 @@ _GPU: Columns = {
     "right": "passed",
     "ours, us": _micros("ours"),
     "FA3, us": _micros("fa3 graph"),
-    "roof, us": "roof_us",
     "tokens compared": "compared",
     "proven ties": lambda row: None if row.get("compared") is None else len(row["ties"]),
     "accepted": "accepted",
     "step, ms": "step_ms",
     "stock's, ms": "stock_ms",
-    "idle, ms": "idle_ms",
     **same("unit", "measured", "predicted"),
 }
 
