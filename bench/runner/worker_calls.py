@@ -101,7 +101,9 @@ def end_trace(worker: Any, at: int) -> dict[str, Any]:
     own = launched_in(profiler, [step.pop("begin") for step in steps], worker.device.type == "cuda")
     # a step that launched nothing is none
     seen = [(step, sorted(kernels)) for step, kernels in zip(steps, own, strict=True) if kernels]
-    first, found, totals = max(1, min(at, len(seen) - 5)), [], {}
+    first, found = max(1, min(at, len(seen) - 5)), []
+    # kernel -> milliseconds, times
+    totals: dict[str, list[float]] = {}
     for (step, kernels), (_, before) in list(zip(seen[1:], seen, strict=False))[first - 1 : first + 4]:
         begin = end = kernels[0][0]
         busy, until = 0, max(one[1] for one in before)
