@@ -1,19 +1,25 @@
 """The commands of the first hour, in the order in which they run: each one's words, and what it may take. Pure.
 
-What it may well take is a guess; its limit is generous, for what is compiled is compiled in the command that first
-needs it. A dry walk has the same commands, small enough for a CPU and Triton's interpreter.
+What it may well take is a guess from the first run; its limit is generous, for what is compiled is compiled in the
+command that first needs it. A dry walk has the same commands, small enough for a CPU and Triton's interpreter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
-STEPS = ("stock", "selfcheck", "graphs", "checks", "eager", "kernels", "speed")
+STEPS = ("micro", "speed", "strict", "curves", "graphs", "checks")
 """In the order in which they run: what tells most comes first, in case nothing more is to be had. `_MAKERS` says what
 each is."""
-_START_S = {"7B": 110, "0.5B": 60, "tiny": 30}
+MICRO = {"rows": 15, "products": 35, "attention": 45, "verify": 20, "lookup": 25}
+"""Part of `bench micro` -> seconds that it may well take."""
+_START_S = {"7B": 110, "1.5B": 70, "0.5B": 60, "tiny": 30}
+_ROW_S, _TRACES_S = 8, 40
+_CELLS = {"chain": "1x1024:15,8x1024:7,32x1024:3,7,64x512:1,3,256x512:0,1", "tree": "1x1024:15,8x1024:7"}
+"""Of `speed`. No step of more than eight requests drafts trees."""
+_OTHER = "1.5B"
+"""A shape with heads of 128, beside the small one's of 64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +47,10 @@ class Options:
 
     steps: tuple[str, ...] = STEPS
     is_dry: bool = False
-    # of the steps `kernels` and `speed`; empty: each one's own
+    # of the step `speed`; empty: its own
     cells: str = ""
-    taus: tuple[str, ...] = ("4", "6.5")
     arms: tuple[str, ...] = ("chain", "tree")
-    rivals: tuple[str, ...] = ()
-    # of the identity steps, and of `kernels` and `speed`
+    # of the identity steps, and of `speed` and `curves`
     small: str = "0.5B"
     large: str = "7B"
     budget: str = "fixed"
@@ -58,79 +62,86 @@ def commands(options: Options) -> list[Command]:
     return [command for step in options.steps for command in _MAKERS[step](options)]
 
 
-def _selfcheck(options: Options) -> Iterator[Command]:
-    if not options.is_dry:  # a dry walk has no device; tests check the interpreted one
-        yield _command("selfcheck", "doctor --gpu", 60, "doctor", "--gpu", "--json")
+def _micro(options: Options) -> Iterator[Command]:
+    # each in a process of its own: one that fails or hangs costs no other
+    for part, expected_s in MICRO.items():
+        made = _command("micro", part, expected_s, "bench", "micro", "--part", part, *_cpu(options))
+        # no engine is compiled here, so what takes long hangs; a CPU takes longer
+        yield made if options.is_dry else replace(made, limit_s=30 + 2 * expected_s)
+
+
+def _speed(options: Options) -> Iterator[Command]:
+    for arm in options.arms:
+        cells, size = options.cells or _CELLS[arm], ("--tokens", "64", "--rounds", "2", "--trace", "1,64")
+        if options.is_dry:
+            cells, size = options.cells or "2x64:5", ("--tokens", "40", "--rounds", "1", "--trace", "2")
+        # one command for all cells: to start its engines takes longest
+        expected_s = _TRACES_S + _ROW_S * cells.replace("x", ":").count(",") + _ROW_S
+        shared = ("--cells", cells, *size, "--logit-std", "0.05", "--budget", options.budget, "--arms", arm)
+        yield _device(options, "speed", f"{arm}, {cells}", options.large, expected_s, *shared)
+
+
+def _strict(options: Options) -> Iterator[Command]:
+    # trees round apart from plain decoding, kernels invariant or not
+    for model in (options.small, _OTHER)[: 1 if options.is_dry else 2] if "chain" in options.arms else ():
+        nodes = "15" if model == _OTHER else "7,15"
+        cells = "2x64:5" if options.is_dry else f"1x1024:{nodes},8x1024:{nodes}"
+        shared = ("--cells", cells, "--tokens", _tokens(options), "--arms", "stock,chain", "--strict")
+        yield _device(options, "strict", f"chains, no tie allowed, {model}", model, 45, *shared)
+
+
+def _curves(options: Options) -> Iterator[Command]:
+    size = ("--model", options.large, "--batch", "64", "--rounds", "2")
+    if options.is_dry:
+        size = (
+            "--model",
+            "tiny",
+            "--batch",
+            "2",
+            "--waves",
+            "1",
+            "--tokens",
+            "8",
+            "--budget",
+            "fixed",
+            "--interpreted",
+        )
+    yield _command("curves", "recorded answers", _START_S[options.large] + 60, "bench", "curves", *size)
+
+
+def _graphs(options: Options) -> Iterator[Command]:
+    arms = "stock,ngram,tree" if "tree" in options.arms else "stock,chain"
+    cells = "2x64:5" if options.is_dry else "1x1024:15,8x1024:15"
+    # a dry walk meets both runners: what runs on a GPU, interpreted, and what runs on a CPU
+    how = ("--interpreted",) if options.is_dry else ("--graphs",)
+    shared = ("--cells", cells, "--tokens", _tokens(options), "--arms", arms, *how)
+    yield _device(options, "graphs", arms, options.small, 60, *shared)
 
 
 def _checks(options: Options) -> Iterator[Command]:
     yield _command("checks", "doctor", 30, "doctor", "--json")
-    device = ("--device", "cpu") if options.is_dry else ()
+    if not options.is_dry:  # a dry walk has no device; tests check the interpreted one
+        yield _command("checks", "doctor --gpu", 60, "doctor", "--gpu", "--json")
     for kernel in ("attention", "verify", "commit"):
-        yield _command("checks", kernel, 60, "bench", "kernels", "--check", "--kernels", kernel, *device)
+        yield _command("checks", kernel, 60, "bench", "kernels", "--kernels", kernel, *_cpu(options))
 
 
-def _kernels(options: Options) -> Iterator[Command]:
-    own = ("--model", options.large)
-    contexts = [options.cells] if options.cells else ["1x1024,8x1024,32x1024", "1x16384,8x16384,32x16384"]
+def _cpu(options: Options) -> tuple[str, ...]:
+    return ("--device", "cpu") if options.is_dry else ()
+
+
+def _tokens(options: Options) -> str:
+    return "12" if options.is_dry else "64"
+
+
+def _device(options: Options, step: str, name: str, model: str, seconds: int, *more: str) -> Command:
+    shared, expected_s = ("bench", "device", "--seed", str(options.seed), "--verbose", *more), _START_S[model] + seconds
     if options.is_dry:
-        own, contexts = ("--model", "0.5B", "--device", "cpu", "--nodes", "7"), ["1x64"]
-    for cells in contexts:
-        timed = ("bench", "kernels", "--time", *own, "--cells", cells)
-        yield _command("kernels", f"attention {cells}", 90, *timed, "--kernels", "attention")
-    yield _command("kernels", "verify and commit", 60, *timed, "--kernels", "verify,commit")
-
-
-def _device(options: Options, step: str, name: str, seconds: int, *more: str, is_large: bool = False) -> Command:
-    model = "tiny" if options.is_dry else options.large if is_large else options.small
-    dry = ("--dry",) if options.is_dry else ()
-    if options.is_dry and "--interpreted" not in more:
         # some hosts' bfloat16 rounds by the number of rows, and needs instructions that not all of them allow
-        dry = ("--dry", "--dtype", "float32")
-    shared = ("--model", model, "--seed", str(options.seed), "--verbose", *dry)
-    made = _command(step, name, _START_S[model] + seconds, "bench", "device", *shared, *more)
+        dtype = () if "--interpreted" in more else ("--dtype", "float32")
+        return _command(step, name, expected_s, *shared, "--model", "tiny", "--dry", *dtype)
     # a compiler that does not fit the host's torch is the likeliest to fail, and graphs need none
-    return made if options.is_dry else replace(made, retry=("--uncompiled",))
-
-
-def _identity_size(options: Options) -> tuple[str, ...]:
-    if options.is_dry:
-        return "--cells", "2x64", "--nodes", "5", "--tokens", "12"
-    return "--cells", "1x1024,8x1024", "--nodes", "15", "--tokens", "64"
-
-
-def _stock(options: Options) -> Iterator[Command]:
-    size = (*_identity_size(options), "--arms", "stock")
-    yield _device(options, "stock", "twice the same requests", 30, *size, *_interpreted(options))
-
-
-def _interpreted(options: Options) -> tuple[str, ...]:
-    # a dry walk meets both runners: what runs on a GPU, interpreted, and what runs on a CPU
-    return ("--interpreted",) if options.is_dry else ()
-
-
-def _identity(step: str, options: Options) -> Iterator[Command]:
-    size = _identity_size(options)
-    how = ("--eager", *_interpreted(options)) if step == "eager" else ("--graphs",)
-    if "tree" in options.arms:
-        yield _device(options, step, "trees and ngram", 60, *size, *how, "--arms", "ngram,tree")
-    if "chain" in options.arms:
-        yield _device(options, step, "chains, no tie allowed", 45, *size, *how, "--arms", "stock,chain", "--strict")
-
-
-def _speed(options: Options) -> Iterator[Command]:
-    cells, taus, tokens, rounds = options.cells or "1x1024,32x1024", options.taus, "256", "3"
-    if options.is_dry:
-        cells, taus, tokens, rounds = options.cells or "2x64", taus[:1], "24", "1"
-    size = ("--cells", cells, "--tokens", tokens, "--rounds", rounds, "--logit-std", "0.05")
-    shared = (*size, "--budget", options.budget)
-    rows = len(cells.split(",")) * len(taus) * len(options.arms)
-    arms = ("--taus", ",".join(taus), "--arms", ",".join(options.arms), "--profile")
-    # one command for all cells: to start its engines takes longest
-    yield _device(options, "speed", cells, 15 + 15 * rows, *shared, *arms, is_large=True)
-    for rival in options.rivals:
-        other = ("--taus", taus[len(taus) // 2], "--arms", f"vllm-{rival}")
-        yield _device(options, "speed", f"vLLM {rival}, {cells}", 30, *shared, *other, is_large=True)
+    return replace(_command(step, name, expected_s, *shared, "--model", model), retry=("--uncompiled",))
 
 
 def _command(step: str, name: str, expected_s: float, *arguments: str) -> Command:
@@ -138,17 +149,16 @@ def _command(step: str, name: str, expected_s: float, *arguments: str) -> Comman
 
 
 _MAKERS: dict[str, Callable[[Options], Iterator[Command]]] = {
-    # stock vLLM alone: which runner, attention, graphs and scheduling it chose; if it fails, nothing else matters
-    "stock": _stock,
-    # an engine of ours against its own plain decoding
-    "selfcheck": _selfcheck,
-    # `specrollout doctor`, the kernels against their specifications
-    "checks": _checks,
-    # ours without CUDA graphs, and with them: whether its tokens are stock's
-    "eager": partial(_identity, "eager"),
-    "graphs": partial(_identity, "graphs"),
-    # our kernels beside FlashAttention 3, timed in CUDA graphs
-    "kernels": _kernels,
-    # our engine beside stock's: tokens, times, and how long the device idles
+    # rows, products, attention, verdicts and lookups without an engine, each beside what was predicted
+    "micro": _micro,
+    # our engine beside stock's: tokens, times, and what five steps are made of
     "speed": _speed,
+    # batch-invariant kernels in both engines: chains' tokens are stock's, without a tie
+    "strict": _strict,
+    # recorded answers replayed at the large shape's cost
+    "curves": _curves,
+    # with CUDA graphs: whether stock repeats its tokens, and whether ours are stock's
+    "graphs": _graphs,
+    # `specrollout doctor`, an engine of ours against its own plain decoding, kernels against their specifications
+    "checks": _checks,
 }

@@ -75,14 +75,17 @@ def make_attention(case: Attention, device: str) -> AttentionInputs:
     )
 
 
-def make_verdict(case: Verdict, device: str, vocab: int | None = None) -> dict[str, torch.Tensor]:
+def make_verdict(
+    case: Verdict, device: str, vocab: int | None = None, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
     """Arguments of `tree_verify` but `width`; first children carry what their parents' rows sample, others do not.
 
     Args:
         vocab: in place of the model's, for a small check.
+        dtype: of the logits; a step's are bfloat16 unless a processor touched them.
     """
     vocab, rows = vocab or case.model.vocab, 1 + case.nodes
-    logits = torch.empty((case.rows, vocab), dtype=torch.float32, device=device).normal_()
+    logits = torch.empty((case.rows, vocab), dtype=dtype, device=device).normal_()
     parents = torch.tensor([-1, *(tree(case.nodes, "tree") + 1).tolist()], dtype=torch.int32, device=device)
     each = torch.arange(case.batch, dtype=torch.int32, device=device)
     # at temperature 0 the walk goes down the first children, to the bottom

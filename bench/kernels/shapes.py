@@ -1,7 +1,8 @@
-"""Shapes that kernels are measured at: models, trees, and the bytes that must move at least. Pure."""
+"""Shapes that kernels and engines are measured at: models, batches, trees. Pure."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,7 +15,7 @@ from vllm_specrollout.types import IntArray
 BLOCK_SIZE = 16
 """Tokens of a KV cache block: vLLM's default on CUDA."""
 MOST_NODES = 63
-_BF16 = 2
+_BF16, _NODES = 2, (7,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,11 @@ class Model:
         return 2 * self.kv_heads * self.head_size * _BF16
 
 
-MODELS = {"7B": Model(28, 4, 128, 28, 152064, 18944), "0.5B": Model(14, 2, 64, 24, 151936, 4864)}
+MODELS = {
+    "7B": Model(28, 4, 128, 28, 152064, 18944),
+    "1.5B": Model(12, 2, 128, 28, 151936, 8960),
+    "0.5B": Model(14, 2, 64, 24, 151936, 4864),
+}
 """Qwen2.5's."""
 CHECKED = {
     **MODELS,
@@ -62,31 +67,34 @@ COMMIT_CHECKS = ((1, 7), (3, 31))
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """`batch` requests at once, each with `context` tokens cached before the clock starts."""
+    """So many requests at once, each with so many tokens of context; and with how many draft nodes each, in turn."""
 
     BLOCK: ClassVar[int] = 64
     """Contexts are multiples of it, so that the prefix cache holds them whole in any engine's blocks."""
 
     batch: int
     context: int
+    nodes: tuple[int, ...] = _NODES
 
     @classmethod
     def parse(cls, text: str, flag: str = "--cells") -> Cell:
-        """`8x1024` -> Cell(8, 1024).
+        """`8x1024:3,7` -> Cell(8, 1024, (3, 7)); nodes may be left out.
 
         Raises:
             ConfigError: anything else.
         """
-        batch, _, context = text.partition("x")
-        if not (batch.isdigit() and context.isdigit() and int(batch) and int(context)) or int(context) % cls.BLOCK:
-            way = f"give BATCHxCONTEXT, CONTEXT a multiple of {cls.BLOCK}: `{flag} 1x1024,32x1024`"
-            raise ConfigError(f"`{flag}` holds {text!r}", way)
-        return cls(int(batch), int(context))
+        found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?::(\d+(?:,\d+)*))?", text)
+        nodes = tuple(map(int, found[3].split(","))) if found and found[3] else _NODES
+        if not found or int(found[2]) % cls.BLOCK or max(nodes) > MOST_NODES:
+            way = f"give BATCHxCONTEXT:NODES, CONTEXT a multiple of {cls.BLOCK}, NODES up to {MOST_NODES}"
+            raise ConfigError(f"`{flag}` holds {text!r}", f"{way}: `{flag} 1x1024:15,64x512:1,3`")
+        return cls(int(found[1]), int(found[2]), nodes)
 
     @classmethod
     def parse_all(cls, text: str, flag: str) -> tuple[Cell, ...]:
-        """`1x1024,8x1024`, in the order given."""
-        return tuple(cls.parse(part.strip(), flag) for part in text.split(","))
+        """`1x1024:15,64x512:1,3`, in the order given."""
+        # what no `x` follows is one more number of nodes
+        return tuple(cls.parse(part.strip(), flag) for part in re.split(r",(?=\s*\d+x)", text))
 
     def __str__(self) -> str:
         return f"{self.batch}x{self.context}"
@@ -117,16 +125,6 @@ class Attention:
         """KV cache blocks of one request, which hold the largest tree's nodes."""
         return -(-(self.context + MOST_NODES) // BLOCK_SIZE)
 
-    @property
-    def cache_bytes(self) -> int:
-        return self.batch * self.blocks * BLOCK_SIZE * self.model.token_bytes
-
-    @property
-    def least_bytes(self) -> int:
-        """Keys and values read once, queries read once, outputs written once."""
-        per_row = 2 * self.model.heads * self.model.head_size * _BF16
-        return self.batch * (self.seq_len * self.model.token_bytes + self.rows * per_row)
-
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -139,16 +137,6 @@ class Verdict:
     @property
     def rows(self) -> int:
         return self.batch * (1 + self.nodes)
-
-    @property
-    def logits_bytes(self) -> int:
-        """float32 logits read once."""
-        return self.rows * self.model.vocab * 4
-
-    @property
-    def commit_bytes(self) -> int:
-        """Every request moves half of its nodes in every layer: read and written once."""
-        return self.batch * (self.nodes // 2) * self.model.layers * self.model.token_bytes * 2
 
 
 def tree(nodes: int, kind: str) -> IntArray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -39,28 +38,12 @@ def _all(calls: Sequence[Call]) -> None:
 
 
 class Timer:
-    """Where calls are timed, and how much is copied there to see how fast memory is."""
+    """Where calls are timed."""
 
     device: str
-    copy_bytes: int
 
     def time(self, calls: Sequence[Call]) -> Time:
         raise NotImplementedError
-
-    def roof(self, least_bytes: int) -> dict[str, float]:
-        """Fields of a row: the time that moving so many bytes takes at least."""
-        return {"roof_us": least_bytes / self.bandwidth * 1e6, "copy_bytes_per_s": self.bandwidth}
-
-    @cached_property
-    def bandwidth(self) -> float:
-        """Bytes per second, read and written, of a kernel over much memory: the roof of what is bound by memory.
-
-        No plain copy: in a CUDA graph that took the copy engine, which reached 2.7 TB/s where kernels reach 4.3.
-        """
-        source = torch.ones(self.copy_bytes // 8, dtype=torch.int64, device=self.device)
-        target = torch.empty_like(source)
-        call = functools.partial(torch.bitwise_not, source, out=target)
-        return 2 * self.copy_bytes / (self.time([call]).median_us * 1e-6)
 
 
 class GraphTimer(Timer):
@@ -71,7 +54,7 @@ class GraphTimer(Timer):
     values of its own, so they come from memory.
     """
 
-    device, copy_bytes = "cuda", 4 << 30
+    device = "cuda"
 
     @cached_property
     def _flush(self) -> torch.Tensor:
@@ -98,7 +81,7 @@ class GraphTimer(Timer):
 class HostTimer(Timer):
     """The host's clock, few repeats: to walk through the code on a CPU. Its figures mean nothing."""
 
-    device, copy_bytes = "cpu", 1 << 20
+    device = "cpu"
 
     def time(self, calls: Sequence[Call]) -> Time:
         samples = []

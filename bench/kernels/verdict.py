@@ -1,11 +1,9 @@
-"""Judging drafts (`tree_verify`) and moving accepted keys and values (`kv_commit`): compared and timed."""
+"""Judging drafts (`tree_verify`) and moving accepted keys and values (`kv_commit`), compared with specifications."""
 
 from __future__ import annotations
 
-import functools
 import importlib
 import itertools
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,7 +12,6 @@ from vllm_specrollout.kernels.tree_verify.naive import sample_rows, walk
 
 from .inputs import make_commit, make_verdict
 from .shapes import MODELS, Verdict
-from .timing import Call, Timer
 
 _CHECKED_VOCAB = 1000
 
@@ -67,25 +64,3 @@ def checked_commit(batch: int, nodes: int, device: str, module: Any = None) -> d
 
 def _told(wrong: str, what: str) -> dict[str, Any]:
     return {"passed": not wrong, "checked": wrong[:500] or f"{what} against the specification's"}
-
-
-def measure_verify(timer: Timer, case: Verdict, device: str) -> dict[str, Any]:
-    """Time of judging one step. On a CPU over a small vocabulary: the interpreter would take minutes."""
-    arguments = make_verdict(case, device, vocab=None if device == "cuda" else _CHECKED_VOCAB)
-    # greedy sampling would skip the noise
-    arguments["temperature"].fill_(1.0)
-    call = functools.partial(load_verify(), **arguments, width=1 + case.nodes)
-    return _timed(timer, call, case.logits_bytes)
-
-
-def measure_commit(timer: Timer, case: Verdict, device: str) -> dict[str, Any]:
-    """Time of moving half of a step's nodes, in all layers."""
-    module = load_commit()
-    layers, moves = make_commit(case, device)
-    call = functools.partial(module.kv_commit, module.CacheTable.of(layers), *moves.values())
-    return _timed(timer, call, case.commit_bytes)
-
-
-def _timed(timer: Timer, call: Call, least_bytes: int) -> dict[str, Any]:
-    told = {"passed": None, "checked": "at smaller shapes, by `--check`"}
-    return {**told, "times": {"ours": asdict(timer.time([call]))}, **timer.roof(least_bytes)}

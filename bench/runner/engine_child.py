@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -84,16 +85,33 @@ class Engine:
         self._forget_prefixes()
         return checksum
 
-    def profile(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> dict[str, Any]:
-        """As `generate(is_warm=True)`, with the device's busy time: where the time goes, not how much of it there is.
+    def trace(
+        self,
+        prompts: list[list[int]],
+        params: list[dict[str, Any]],
+        at: int,
+        joining: list[list[int]],
+        own: dict[str, Any],
+    ) -> dict[str, Any]:
+        """As `generate(is_warm=True)`, with a look at the steps from `at` on: where their time goes.
 
-        Returns:
-            steps; busy_ms, the union of all intervals in which the device worked; kernels, the costliest first:
-            [name, milliseconds, launches]. All over the whole run. Needs what `randomise` needs.
+        Args:
+            joining: prompts that arrive at that step, each with the parameters `own`.
+
+        Returns: as `worker_calls.end_trace`. Needs what `randomise` needs.
         """
-        self.llm.collective_rpc(self._calls.start_profile)
-        steps = len(self._run(prompts, params)["step_s"])
-        return {"steps": steps, **self.llm.collective_rpc(self._calls.end_profile)[0]}
+
+        def between(step: int) -> None:
+            if step == at:
+                for i, prompt in enumerate(joining):
+                    self._add(f"joins {i}", prompt, own)
+
+        self.llm.collective_rpc(self._calls.start_trace)
+        self._run(prompts, params, between=between)
+        while self.core.has_unfinished_requests():
+            self.core.step()
+        found: dict[str, Any] = self.llm.collective_rpc(self._calls.end_trace, args=(at,))[0]
+        return found
 
     def look(self, prompt: list[int], params: dict[str, Any], at: int, candidates: list[int]) -> dict[str, Any]:
         """What one request is answered up to position `at`, and what its candidates there are sampled from.
@@ -188,6 +206,7 @@ class Engine:
         arrives_after: list[int] | None = None,
         reload_after: int | None = None,
         folder: str = "",
+        between: Callable[[int], None] = lambda step: None,
     ) -> dict[str, Any]:
         if stats:
             self.llm.collective_rpc("spec_rollout_stats", args=(True,))
@@ -208,11 +227,12 @@ class Engine:
         while finished < len(prompts):
             while waiting and waiting[0][0] <= finished:
                 self._add(*waiting.popleft()[1:])
+            between(len(step_s))
             outputs = self.core.step()
             now = time.perf_counter() - begin
             step_s.append(now)
             for output in outputs:
-                if output.finished:
+                if output.finished and output.request_id in number:
                     i, finished = number[output.request_id], finished + 1
                     token_ids[i], finish_s[i] = list(output.outputs[0].token_ids), now
             if reload_after is not None and finished >= reload_after:

@@ -97,12 +97,8 @@ def quarter_drafter(size: str, cache: Path) -> Path:
     return _cached(cache / f"draft-quarter-{size}-{key}", lambda out: inflate.inflate(DRAFT, out, shape))
 
 
-def bare_model(name: str, folder: Path, vocab: int | None = None) -> Path:
-    """Write the config.json of a Qwen2.5 model, all that vLLM needs to make up its weights; its folder.
-
-    Args:
-        vocab: in place of its own, for a drafter of a model with another vocabulary.
-    """
+def bare_model(name: str, folder: Path) -> Path:
+    """Write the config.json of a Qwen2.5 model, all that vLLM needs to make up its weights; its folder."""
     model = BARE[name]
     config = {
         "architectures": ["Qwen2ForCausalLM"],
@@ -119,7 +115,7 @@ def bare_model(name: str, folder: Path, vocab: int | None = None) -> Path:
         "num_hidden_layers": model.layers,
         "num_attention_heads": model.heads,
         "num_key_value_heads": model.kv_heads,
-        "vocab_size": vocab or model.vocab,
+        "vocab_size": model.vocab,
         "max_position_embeddings": 1 << 16,
     }
     folder.mkdir(parents=True, exist_ok=True)

@@ -20,8 +20,8 @@ _ROW = (
 )
 """Fields kept of a row, where it has them."""
 _DEVICE = (
-    *(*_ROW, "busy_ms", "idle_ms", "roof_us", "times"),
-    *("compared", "ties", "drafted", "accepted", "branches"),
+    *(*_ROW, "times"),
+    *("compared", "ties", "drafted", "accepted", "branches", "unit", "measured", "predicted", "quartiles"),
 )
 """Fields kept of a row of a GPU's, where they may be told."""
 
@@ -78,7 +78,7 @@ def _first_hour(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Rows that were measured on a GPU, see docs/gpu.md; of what is wrong, no time is told."""
     for run in report["runs"]:
         for row in run["report"].get("rows", ()):
-            told = _DEVICE if row["passed"] is not False else ()
+            told = _DEVICE if row.get("passed") is not False else ()
             yield {"step": run["step"], **_known(row, told), **_known(row, ("passed", "name"))}
 
 
@@ -101,7 +101,7 @@ def _known(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 _ROWS = {
     **{"grpo": _epochs, "drafters": _met, "gpu first hour": _first_hour},
     **dict.fromkeys(("index", "decoupled", "ladder", "serving", "soak"), _plain),
-    **dict.fromkeys(("kernels", "device"), _on_device),
+    **dict.fromkeys(("kernels", "device", "micro"), _on_device),
 }
 """Scenario -> its reports' rows as they are kept; of all others, `_paired`."""
 
@@ -213,13 +213,12 @@ _GPU: Columns = {
     "right": "passed",
     "ours, us": _micros("ours"),
     "FA3, us": _micros("fa3 graph"),
-    "roof, us": "roof_us",
     "tokens compared": "compared",
     "proven ties": lambda row: None if row.get("compared") is None else len(row["ties"]),
     "accepted": "accepted",
     "step, ms": "step_ms",
     "stock's, ms": "stock_ms",
-    "idle, ms": "idle_ms",
+    **same("unit", "measured", "predicted"),
 }
 
 

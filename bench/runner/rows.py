@@ -38,8 +38,6 @@ class WorkerTotals:
     draft_ms: float
     # rows of the forward pass -> (steps, milliseconds), decode steps only
     by_rows: Mapping[int, tuple[int, float]]
-    # waiting for sampled tokens
-    wait_ms: float = 0.0
     # steps that accepted another branch than the first
     branches_committed: int = 0
 

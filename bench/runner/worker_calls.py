@@ -59,38 +59,86 @@ def facts(worker: Any) -> dict[str, Any]:
     }
 
 
-def start_profile(worker: Any) -> None:
+def start_trace(worker: Any) -> None:
+    """Begin to look: at the device, and at what each step computes."""
+    import time
+
     import torch
 
+    runner, steps = worker.model_runner, []
+    execute, prepare = runner.execute_model, getattr(runner, "prepare_inputs", None)
+
+    def executed(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        steps.append({"begin": time.time_ns(), "rows": scheduled.total_num_scheduled_tokens})
+        return execute(scheduled, *args, **kwargs)
+
+    def prepared(*args: Any, **kwargs: Any) -> Any:
+        chosen = next(one for one in (*args, *kwargs.values()) if hasattr(one, "cg_mode"))
+        steps[-1] |= {"padded": chosen.num_tokens, "graph": chosen.cg_mode.name}
+        return prepare(*args, **kwargs)
+
+    runner.execute_model = executed
+    # V1 tells nothing of its graphs
+    if prepare is not None:
+        runner.prepare_inputs = prepared
     on_cuda = worker.device.type == "cuda"
     activity = torch.profiler.ProfilerActivity.CUDA if on_cuda else torch.profiler.ProfilerActivity.CPU
-    worker.bench_profiler = torch.profiler.profile(activities=[activity])
-    worker.bench_profiler.start()
+    worker.bench_trace = torch.profiler.profile(activities=[activity]), steps
+    worker.bench_trace[0].start()
 
 
-def end_profile(worker: Any) -> dict[str, Any]:
+def end_trace(worker: Any, at: int) -> dict[str, Any]:
+    """What was seen of five steps: from `at` on, or the last ones of a shorter run.
+
+    Returns:
+        steps: of each rows, padded (rows computed) and graph (its mode); span_ms, from its first kernel's begin to its
+            last one's end; busy_ms of that, in which the device worked; gap_ms, idle before it; launches; kernels.
+        dearest: ten kernels of these steps: [name, milliseconds, times].
+    """
+    profiler, steps = worker.__dict__.pop("bench_trace")
+    for name in ("execute_model", "prepare_inputs"):
+        worker.model_runner.__dict__.pop(name, None)
+    own = launched_in(profiler, [step.pop("begin") for step in steps], worker.device.type == "cuda")
+    # a step that launched nothing is none
+    seen = [(step, sorted(kernels)) for step, kernels in zip(steps, own, strict=True) if kernels]
+    first, found = max(1, min(at, len(seen) - 5)), []
+    # kernel -> milliseconds, times
+    totals: dict[str, list[float]] = {}
+    for (step, kernels), (_, before) in list(zip(seen[1:], seen, strict=False))[first - 1 : first + 4]:
+        begin = end = kernels[0][0]
+        busy, until = 0, max(one[1] for one in before)
+        for start, stop, name, _ in kernels:
+            busy += max(0, stop - max(start, end))
+            end = max(end, stop)
+            total = totals.setdefault(name, [0.0, 0])
+            total[:] = total[0] + (stop - start) / 1e6, total[1] + 1
+        counts = {"launches": len({one[3] for one in kernels}), "kernels": len(kernels)}
+        times = {"span_ms": (end - begin) / 1e6, "busy_ms": busy / 1e6, "gap_ms": (begin - until) / 1e6}
+        found.append({**step, **times, **counts})
+    dearest = sorted(([name, *total] for name, total in totals.items()), key=lambda row: -row[1])
+    return {"steps": found, "dearest": dearest[:10]}
+
+
+def launched_in(profiler: Any, begins: list[int], on_cuda: bool) -> list[list[tuple[int, int, str, int]]]:
+    """(begin, end, name, launch) of the kernels of each step, nanoseconds since 1970."""
+    import bisect
+
     import torch
 
-    on_cuda = worker.device.type == "cuda"
     if on_cuda:
         torch.cuda.synchronize()
-    profiler, worker.bench_profiler = worker.bench_profiler, None
     profiler.stop()
-    kind = torch.autograd.DeviceType.CUDA if on_cuda else torch.autograd.DeviceType.CPU
-    spans: list[tuple[int, int]] = []
-    totals: dict[str, list[Any]] = {}
-    for event in profiler.profiler.kineto_results.events():
-        # an annotation spans what it names, idle or not; not every torch tells
-        is_annotation = getattr(event, "is_user_annotation", bool)()
-        if event.device_type() != kind or not event.duration_ns() or is_annotation:
-            continue
-        spans.append((event.start_ns(), event.start_ns() + event.duration_ns()))
-        total = totals.setdefault(event.name()[:120], [0.0, 0])
-        total[0] += event.duration_ns() / 1e6
-        total[1] += 1
-    busy = end = 0
-    for begin, until in sorted(spans):
-        busy += max(0, until - max(begin, end))
-        end = max(end, until)
-    kernels = sorted(([name, *total] for name, total in totals.items()), key=lambda row: -row[1])
-    return {"busy_ms": busy / 1e6, "kernels": kernels[:12]}
+    # an annotation spans what it names, idle or not; not every torch tells
+    events = [
+        one for one in profiler.profiler.kineto_results.events() if not getattr(one, "is_user_annotation", bool)()
+    ]
+    cpu, cuda = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
+    # a kernel belongs to the step in which the host launched it, and a graph is one launch of many
+    launched = {one.correlation_id(): one.start_ns() for one in events if one.device_type() == cpu}
+    found: list[list[tuple[int, int, str, int]]] = [[] for _ in begins]
+    for one in events:
+        start, launch = one.start_ns(), one.correlation_id()
+        at = bisect.bisect(begins, launched.get(launch, start) if on_cuda else start) - 1
+        if one.device_type() == (cuda if on_cuda else cpu) and one.duration_ns() and at >= 0:
+            found[at].append((start, start + one.duration_ns(), one.name()[:120], launch))
+    return found

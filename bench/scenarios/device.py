@@ -1,4 +1,4 @@
-"""`specrollout bench device`: ours beside stock vLLM on one GPU: whose tokens, how fast, and how long the device idles.
+"""`specrollout bench device`: ours beside stock vLLM on one GPU: whose tokens, how fast, and what a step is made of.
 
 A model is a config.json and nothing else: vLLM makes its weights up, and every engine refills them in place, so that
 the model chooses its tokens. `--dry` walks through the same code on a CPU, with tiny shapes.
@@ -6,9 +6,8 @@ the model chooses its tokens. `--dry` walks through the same code on a CPU, with
 
 from __future__ import annotations
 
-import bisect
-import heapq
 import random
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,8 +15,7 @@ from pathlib import Path
 from statistics import fmean, median_high
 from typing import Any, ClassVar
 
-from vllm_specrollout.cli import flags as cli_flags
-from vllm_specrollout.config import BUDGETS, MAX_NODES
+from vllm_specrollout.config import BUDGETS
 from vllm_specrollout.errors import SpecRolloutError
 
 from ..kernels.shapes import Cell
@@ -30,14 +28,11 @@ from ..runner.scenario import EngineScenario, Session, command, flag
 from ..runner.ties import JUDGE, judge
 
 OURS = ("chain", "tree", "ngram")
-RIVALS = ("vllm-ngram", "vllm-suffix", "vllm-draft_model")
-"""vLLM's own methods."""
-DRAFTS = {2.0: 3, 4.0: 7, 6.5: 15}
-"""Tokens a step to reach -> draft nodes given to reach it."""
 MOST_ASKED = 32
 """Differences of a row that stock is asked about; it is not asked about the others, so they are no proven ties."""
 _LESSONS = 3  # runs after which our answers are taken to be what they are: a tie may turn each one's into others
 _SLACK = 4  # a request may be given drafts beyond its last token
+_TRACED_AT, _JOINING, _JOINING_LEN = 8, 4, 64  # a trace's first step; prompts that join there, and their least tokens
 _PATTERN, _ALLOWED = 32, 12  # the ngram arm's prompts repeat so many tokens, its answers are made of so many
 
 
@@ -45,14 +40,14 @@ _PATTERN, _ALLOWED = 32, 12  # the ngram arm's prompts repeat so many tokens, it
 class DeviceRow(Row):
     """One arm in one cell; `name` says which."""
 
-    # whether outputs are stock's, proven ties apart where they are allowed; None: other tokens by design
-    passed: bool | None
+    # whether outputs are stock's, proven ties apart where they are allowed
+    passed: bool
     is_proven: bool
     # where outputs part, in words
     ties: list[str]
     differences: list[str]
     # tokens up to the first difference, over all requests of the last run
-    compared: int | None = None
+    compared: int
     # of the last run: drafted nodes, accepted ones, steps that accepted another branch than the first
     drafted: int | None = None
     accepted: int | None = None
@@ -62,39 +57,31 @@ class DeviceRow(Row):
     # mean of a run's steps but the first, ours and stock's; None: not told
     step_ms: float | None = None
     stock_ms: float | None = None
-    # per step: the device at work, as profiled; the rest of the step; the host waiting for tokens
-    busy_ms: float | None = None
-    idle_ms: float | None = None
-    wait_ms: float | None = None
-    # costliest first: name, milliseconds and launches of the profiled run
-    kernels: list[list[Any]] | None = None
-
-
-def _taus(text: str, flag: str) -> tuple[float, ...]:
-    return tuple(map(float, cli_flags.names(text, flag, tuple(f"{tau:g}" for tau in DRAFTS))))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device(EngineScenario):
-    """Compare ours with stock vLLM on one GPU, on a model of random weights: identity, speed, the device's idling."""
+    """Compare ours with stock vLLM on one GPU, on a model of random weights: identity, speed, traces of steps."""
 
     bench: ClassVar[str] = "device"
 
     model: str = flag("0.5B", "Qwen2.5's shape of this size, or a tiny one.", choices=tuple(BARE))
     cells: tuple[Cell, ...] = flag(
-        (Cell(1, 1024), Cell(8, 1024)), "BATCHxCONTEXT, the context cached beforehand.", parse=Cell.parse_all
+        (Cell(1, 1024), Cell(8, 1024)),
+        "BATCHxCONTEXT:NODES, the context cached beforehand; several numbers of draft nodes follow each other.",
+        parse=Cell.parse_all,
     )
     arms: tuple[str, ...] = flag(
         OURS[:2],
-        "Ours: chain, tree, ngram (beside the tree's oracle); stock again (strict: each alone); vLLM's own methods.",
-        choices=(*OURS, STOCK, *RIVALS),
+        "Ours: chain, tree, ngram (beside the tree's oracle); stock again (strict: each alone).",
+        choices=(*OURS, STOCK),
     )
-    taus: tuple[float, ...] = flag((4.0,), "Tokens a step that the oracle is to reach: 2, 4, 6.5.", parse=_taus)
-    nodes: int = flag(0, "Draft nodes of a request; 0: 3, 7 or 15, by `--taus`.", within=(0, MAX_NODES))
+    accuracy: float = flag(0.8, "Probability that an oracle's first choice is right.", within=(0, 1))
     tokens: int = flag(64, "Tokens generated per request.", within=(2, 1 << 14))
     logit_std: float = flag(1.0, "Of the logits: 1, the model chooses; 0.05, noise does, and ties are rare.")
     rounds: int = flag(0, "Timed rounds after a warm-up; 0: identity alone, once.", within=(0, 1000))
-    is_profiled: bool = flag(False, "Also tell what the device does in a step.", "--profile")
+    row_s: float = flag(60.0, "Seconds after which a row's rounds end.")
+    traced: tuple[int, ...] = flag((0,), "Batches whose steps are traced; 0: none.", "--trace", within=(0, 1024))
     is_strict: bool = flag(False, "Batch-invariant kernels in both engines, and no tie is allowed.", "--strict")
     is_eager: bool = flag(False, "Without or with CUDA graphs, in both.", "--eager/--graphs")
     is_uncompiled: bool = flag(False, "Without torch's compiler: decoding in CUDA graphs alone.", "--uncompiled")
@@ -104,25 +91,34 @@ class Device(EngineScenario):
 
     @property
     def most_nodes(self) -> int:
-        return self.nodes or max(DRAFTS[tau] for tau in self.taus)
+        return max(nodes for cell in self.cells for nodes in cell.nodes)
 
     @property
     def max_model_len(self) -> int:
         return max(cell.context for cell in self.cells) + Cell.BLOCK + self.tokens + self.most_nodes + _SLACK
 
     @property
+    def jobs(self) -> list[tuple[Cell, str, int]]:
+        """Cell, arm and draft nodes of each row; n-grams are looked up, and stock runs, once a cell."""
+        return [
+            (cell, arm, nodes)
+            for cell in reversed(self.cells)
+            for arm in self.arms
+            for nodes in (cell.nodes if arm in OURS[:2] else (max(cell.nodes),))
+        ]
+
+    @property
     def kv_bytes(self) -> int:
         """KV cache that holds the largest cell to its end, with a block to spare per request."""
         room = self.tokens + self.most_nodes + 2 * Cell.BLOCK
-        most = max(cell.batch * (cell.context + room) for cell in self.cells)
+        most = max(cell.batch * (cell.context + room) for cell in self.cells) + _JOINING * (_JOINING_LEN + room)
         model = BARE[self.model]
         return max(most, 2 * self.max_model_len) * model.layers * model.token_bytes
 
     @property
     def capture_sizes(self) -> list[int]:
         """Rows of a step that CUDA graphs are captured for: every batch, without drafts and with all of them."""
-        nodes = {0, self.nodes} if self.nodes else {0, *(DRAFTS[tau] for tau in self.taus)}
-        exact = {cell.batch * (1 + n) for cell in self.cells for n in nodes}
+        exact = {cell.batch * (1 + n) for cell in self.cells for n in (0, *cell.nodes)}
         sizes, octave = {1, 2, 4}, 4
         while octave < max(exact):
             sizes |= {octave + octave * i // 4 for i in range(1, 5)}
@@ -170,20 +166,18 @@ class Device(EngineScenario):
         return {**changed, **(IN_ONE_PROCESS if self.is_dry else {}), **(INTERPRETED if self.is_interpreted else {})}
 
     def measure(self, session: Session) -> Found:
-        folder = bare_model(self.model, session.scratch / "model")
-        arms = [(arm, tau) for tau in self.taus for arm in self.arms]
-        report = session.display.steps(4 + len(self.cells) * len(arms))
-        shape = {"seqs": max(cell.batch for cell in self.cells), "length": self.max_model_len, "width": 1}
-        engines = self.make_engines(folder, report, **shape, is_eager=self.is_eager, environment=self.environment())
-        with engines:
+        folder, jobs = bare_model(self.model, session.scratch / "model"), self.jobs
+        report = session.display.steps(4 + len(jobs))
+        seqs = max(cell.batch for cell in self.cells) + _JOINING
+        shape = {"seqs": seqs, "length": self.max_model_len, "width": 1, "is_eager": self.is_eager}
+        with self.make_engines(folder, report, **shape, environment=self.environment()) as engines:
             bench = _Bench(self, engines, session.scratch)
             facts = bench.start()
-            rows = [bench.row(cell, arm, tau) for cell in reversed(self.cells) for arm, tau in arms]
-            if self.is_profiled:
-                rows += [bench.profile(cell, STOCK, self.taus[0]) for cell in self.cells]
-                told = [(arm, tau) for arm, tau in arms if arm in OURS]
-                rows += [bench.profile(cell, arm, tau) for cell in self.cells for arm, tau in told]
-        return Found(model=f"random weights, {self.model}", rows=rows, extra={"engines": facts})
+            rows = [bench.row(*job) for job in jobs]
+            wanted = [(cell, STOCK, 0) for cell in self.cells] + [job for job in jobs if job[1] in OURS]
+            traced = [job for job in wanted if job[0].batch in self.traced]
+            traces = [bench.trace(*job, joins) for job in traced for joins in (False, True)]
+        return Found(model=f"random weights, {self.model}", rows=rows, extra={"engines": facts, "traces": traces})
 
     def title(self, found: Found) -> str:
         dry = "A DRY WALK, no figure means anything. " if self.is_dry else ""
@@ -192,8 +186,12 @@ class Device(EngineScenario):
     def told(self, found: Found) -> Iterator[Table | str]:
         yield Table(found.extra["engines"], _ENGINES)
         yield Table(found.rows, _IDENTITY)
-        if self.rounds or self.is_profiled:
+        if self.rounds:
             yield Table(found.rows, _SPEED)
+        if found.extra["traces"]:
+            yield Table(
+                [{"name": one["name"], **step} for one in found.extra["traces"] for step in one["steps"]], _TRACE
+            )
         yield from (f"{row.name}: {text}" for row in found.rows for text in row.differences)
 
 
@@ -222,12 +220,10 @@ _SPEED: Columns = {
     "nodes/step": "nodes_per_step",
     "step ms": "step_ms",
     "stock ms": "stock_ms",
-    "busy ms": "busy_ms",
-    "idle ms": "idle_ms",
-    "wait ms": "wait_ms",
     "stale": "stale",
-    "costliest": lambda row: ", ".join(f"{name[:28]} {ms:.2f}" for name, ms, _ in (row.kernels or [])[:2]) or None,
 }
+_TRACE: Columns = {"trace": "name", **same("graph", "rows", "padded", "span_ms", "busy_ms", "gap_ms", "launches")}
+"""Of one step each."""
 
 
 class _Bench:
@@ -256,108 +252,95 @@ class _Bench:
         scenario, arguments, own = self._scenario, self._scenario.arguments(), None
         if name == STOCK:
             arguments |= JUDGE
-        elif name in OURS:
-            own = scenario.spec_rollout(name, write_answers(self._scratch / f"{name}.json", {}))
         else:
-            arguments["speculative_config"] = self._rival(name.removeprefix("vllm-"))
+            own = scenario.spec_rollout(name, write_answers(self._scratch / f"{name}.json", {}))
         self._engines.start(name, own, **arguments)
 
-    def _rival(self, method: str) -> dict[str, Any]:
-        """vLLM's own method, told to accept drafts so that a step yields so many tokens (its `synthetic` option).
-
-        Random weights accept nobody's drafts. What a method does not draft cannot be accepted: on random text `ngram`
-        and `suffix` find little, and the number of steps says so.
-        """
-        tau, more = self._scenario.taus[0], {}
-        if method == "ngram":
-            more = {"prompt_lookup_min": 1, "prompt_lookup_max": 4}
-        elif method == "draft_model":
-            small = "0.5B" if self._scenario.model == "7B" else "tiny"
-            vocab = BARE[self._scenario.model].vocab
-            more = {"model": str(bare_model(small, self._scratch / "draft", vocab))}
-        synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": tau}
-        return {"method": method, "num_speculative_tokens": self._scenario.nodes or DRAFTS[tau], **synthetic, **more}
-
-    def row(self, cell: Cell, arm: str, tau: float) -> DeviceRow:
+    def row(self, cell: Cell, arm: str, nodes: int) -> DeviceRow:
         """Warm-up and rounds, the order alternating; or one run of each. Every run is compared with stock's beside."""
-        engine, nodes, rounds = _engine_of(arm), self._nodes(tau), self._scenario.rounds
+        engine, rounds = _engine_of(arm), self._scenario.rounds
 
         def run(one: str | None) -> Run:
             if one == STOCK and self._scenario.is_strict:
                 return self._alone(cell)
             return self._run(engine if one else STOCK, cell, arm, nodes if one and one in OURS else None)
 
-        with self._engines.doing(f"{arm}, {tau:g} a step, {cell}"):
-            taught = self._taught(cell, arm, tau)
-            pairs = [run_round(number, [arm], run)[arm] for number in (range(-1, rounds) if rounds else [0])]
-        made = self._made(cell, arm, tau, pairs)
+        with self._engines.doing(f"{arm} of {nodes}, {cell}"):
+            begin, taught, pairs = time.monotonic(), self._taught(cell, arm, nodes), []
+            for number in range(-1, rounds) if rounds else [0]:
+                pairs.append(run_round(number, [arm], run)[arm])
+                if number >= 0 and time.monotonic() - begin > self._scenario.row_s:
+                    break
+        made = self._made(cell, arm, nodes, pairs)
         stale = {one.request for pair in pairs for one in partings(taught, pair.ours)} if taught else set()
         return replace(made, stale=len(stale) if taught else None)
 
-    def profile(self, cell: Cell, arm: str, tau: float) -> DeviceRow:
-        """A step's wall clock from a plain run, and how much of it the device works from a profiled one."""
-        engine, nodes = _engine_of(arm), self._nodes(tau) if arm in OURS else None
-        self._taught(cell, arm, tau)
-        stock, run = self._run(STOCK, cell, arm), self._run(engine, cell, arm, nodes)
-        made = self._made(cell, arm, tau, [Pair(stock=stock, ours=run)])
-        prompts, params = self._prime(engine, cell, arm), self._params(cell, arm, nodes)
-        found = self._engines.ask(engine, "profile", prompts=prompts, params=params)
-        busy_ms = found["busy_ms"] / max(1, found["steps"])
-        step_ms = _step_ms([run]) if made.passed else None
-        idle_ms = None if step_ms is None else step_ms - busy_ms
-        told = {"step_ms": step_ms, "busy_ms": busy_ms, "idle_ms": idle_ms, "kernels": found["kernels"]}
-        return replace(made, name=f"device, {made.name}", stock_ms=None, **dict.fromkeys(SPEEDS), **told)
+    def trace(self, cell: Cell, arm: str, nodes: int, joins: bool) -> dict[str, Any]:
+        """What the device does in five steps, in the first of which prompts may join; docs/gpu.md has the fields."""
+        engine = _engine_of(arm)
+        self._taught(cell, arm, nodes)
+        prompts, params = self._prime(engine, cell, arm), self._params(cell, arm, nodes if arm in OURS else None)
+        # ends of contexts, which nobody has cached
+        joining = [prompts[i % cell.batch][-_JOINING_LEN - i :] for i in range(_JOINING if joins else 0)]
+        found = self._engines.ask(
+            engine, "trace", prompts=prompts, params=params, at=_TRACED_AT, joining=joining, own=params[0]
+        )
+        title = f"{self._title(cell, arm, nodes)}{', prompts join' if joins else ''}"
+        return {"name": title, **found}
 
-    def _made(self, cell: Cell, arm: str, tau: float, pairs: Sequence[Pair]) -> DeviceRow:
+    def _made(self, cell: Cell, arm: str, nodes: int, pairs: Sequence[Pair]) -> DeviceRow:
         """A row of these runs; no speed but of stock's tokens, or of others behind proven ties alone."""
-        is_rival, last = arm in RIVALS, pairs[-1]
-        judged = Judged() if is_rival else self._judged(cell, arm, pairs)
+        last, judged = pairs[-1], self._judged(cell, arm, pairs)
         is_told, totals = not judged.differences, last.ours.totals
         shown = [replace(p, ours=replace(p.ours, token_ids=p.stock.token_ids)) for p in pairs] if is_told else pairs
         is_alone = arm == STOCK and self._scenario.is_strict
-        name = f"{arm}, {tau:g} a step, {cell}" if arm not in (STOCK, "ngram") else f"{arm}, {cell}"
-        name = f"{arm}, each alone, {cell}" if is_alone else name
         is_identical, is_timed = is_told and not judged.ties, bool(self._scenario.rounds) and is_told and not is_alone
-        if totals is not None and not totals.drafted:
+        if totals is not None and nodes and not totals.drafted:
             judged.differences.append("nothing was drafted, so nothing was checked")
         parted = {one.request: one.position for one in partings(last.stock, last.ours)}
         own: dict[str, Any] = {} if is_timed else dict.fromkeys(SPEEDS)
         if totals is not None:
             own |= {"drafted": totals.drafted, "accepted": totals.accepted, "branches": totals.branches_committed}
-            own["wait_ms"] = totals.wait_ms / totals.steps
         if is_timed:
             own |= {"step_ms": _step_ms(pair.ours for pair in pairs if pair.is_timed)}
             own |= {"stock_ms": _step_ms(pair.stock for pair in pairs if pair.is_timed)}
         is_strict = self._scenario.is_strict or arm == STOCK
         return grown(
             DeviceRow,
-            make_row(name, cell.batch, self._nodes(tau), shown),
-            identical=None if is_rival else is_identical,
-            passed=None if is_rival else not judged.differences and (is_identical or not is_strict),
+            make_row(self._title(cell, arm, nodes), cell.batch, nodes, shown),
+            identical=is_identical,
+            passed=not judged.differences and (is_identical or not is_strict),
             is_proven=not judged.differences and not is_strict,
             ties=judged.ties,
             differences=judged.differences,
-            compared=None if is_rival else sum(parted.get(i, len(ids)) for i, ids in enumerate(last.stock.token_ids)),
+            compared=sum(parted.get(i, len(ids)) for i, ids in enumerate(last.stock.token_ids)),
             **own,
         )
+
+    def _title(self, cell: Cell, arm: str, nodes: int) -> str:
+        if arm == STOCK:
+            return f"{arm}{', each alone' if self._scenario.is_strict else ''}, {cell}"
+        return f"{arm} of {nodes}, {cell}"
 
     def _judged(self, cell: Cell, arm: str, pairs: Sequence[Pair]) -> Judged:
         """Every difference is put to stock: whether it met a tie itself, on the common prefix with the same seed."""
         prompts, params = _prompts(cell, BARE[self._scenario.model].vocab, arm), self._params(cell, arm)
         return judge(lambda: self._engines[STOCK], prompts, params, pairs, self._scenario.dtype, {}, MOST_ASKED)
 
-    def _taught(self, cell: Cell, arm: str, tau: float) -> Run | None:
+    def _taught(self, cell: Cell, arm: str, nodes: int) -> Run | None:
         """Let the oracle draft our own answers, so that it stays right behind a tie; None: there is no oracle."""
         if arm not in ("chain", "tree"):
             return None
-        engine, accuracy = _engine_of(arm), accuracy_for(tau, self._nodes(tau), arm)
+        engine, first = _engine_of(arm), self._scenario.accuracy
+        # a tree's second choice holds half of what the first one misses
+        accuracy = (first,) if arm == "chain" else (first, (1 - first) / 2)
         taught = self._run(STOCK, cell, arm)
         for _ in range(_LESSONS):
             path = write_answers(self._scratch / f"{engine}.json", {str(i): x for i, x in enumerate(taught.token_ids)})
             self._engines.tell(engine, "set_oracle", path=str(path), accuracy=list(accuracy))
             if not self._scenario.rounds:
                 break
-            run = self._run(engine, cell, arm, self._nodes(tau))
+            run = self._run(engine, cell, arm, nodes)
             if run.token_ids == taught.token_ids:
                 break
             taught = run
@@ -395,9 +378,6 @@ class _Bench:
             made.append(values)
         return made
 
-    def _nodes(self, tau: float) -> int:
-        return self._scenario.nodes or DRAFTS[tau]
-
 
 def _engine_of(arm: str) -> str:
     # drafts of the ngram arm grow beside the oracle's, in one engine
@@ -416,31 +396,6 @@ def _step_ms(runs: Iterable[Run]) -> float | None:
     """Median over runs of the mean of all steps but the first, which also admits the requests."""
     means = [fmean(times) for run in runs if (times := run.step_ms())]
     return median_high(means) if means else None
-
-
-def expected_tokens(accuracy: Sequence[float], nodes: int) -> float:
-    """Tokens a step yields on average when the oracle drafts its best tree of `nodes` nodes with this accuracy."""
-    total, reach = 1.0, [-share for share in accuracy]
-    heapq.heapify(reach)
-    for _ in range(nodes):
-        best = -heapq.heappop(reach)
-        total += best
-        for share in accuracy:
-            heapq.heappush(reach, -best * share)
-    return total
-
-
-def accuracy_for(tau: float, nodes: int, arm: str) -> tuple[float, ...]:
-    """How often the oracle must be right, per rank, for `nodes` nodes to yield `tau` tokens a step.
-
-    A tree's second rank holds half of what the first one misses.
-    """
-
-    def ranks(first: float) -> tuple[float, ...]:
-        return (first,) if arm == "chain" else (first, (1 - first) / 2)
-
-    low = bisect.bisect_left(range(1 << 40), tau, key=lambda i: expected_tokens(ranks(i / (1 << 40)), nodes)) - 1
-    return tuple(round(share, 6) for share in ranks(low / (1 << 40)))
 
 
 bench_device = command(Device)

@@ -1,4 +1,4 @@
-"""`specrollout bench kernels`: our kernels against their specifications, and timed beside FlashAttention 3."""
+"""`specrollout bench kernels`: our kernels against their specifications."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
-from ..kernels.shapes import ATTENTION_CHECKS, CHECKED, COMMIT_CHECKS, MODELS, VERIFY_CHECKS, Attention, Cell, Verdict
+from ..kernels.shapes import ATTENTION_CHECKS, CHECKED, COMMIT_CHECKS, VERIFY_CHECKS, Attention
 from ..runner.interpreter import ENVIRONMENT as INTERPRETED
-from ..runner.report import Columns, Found, Table
+from ..runner.report import Found, Table
 from ..runner.scenario import Scenario, Session, command, flag
 
 KERNELS = ("attention", "verify", "commit")
@@ -23,42 +23,26 @@ class KernelRow:
     """One kernel at one shape."""
 
     name: str
-    # None: nothing to check beside the checks at smaller shapes
-    passed: bool | None
-    # against what
-    checked: str = ""
-    # way -> median_us, low_us, high_us and samples of one call
-    times: dict[str, dict[str, float]] = field(default_factory=dict)
-    # least bytes that must move, at the bandwidth of a copy
-    roof_us: float | None = None
-    # calls that were timed together
-    layers: int | None = None
-    copy_bytes_per_s: float | None = None
+    passed: bool
+    # against what, and how far off
+    checked: str
     notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels(Scenario):
-    """Check the kernels against their specifications, or time them at full shapes beside FlashAttention 3."""
+    """Check the kernels against their specifications, at small shapes of several models."""
 
     bench: ClassVar[str] = "kernels"
 
     kernels: tuple[str, ...] = flag(KERNELS, "Which of them.", choices=KERNELS)
-    is_timed: bool = flag(False, "Check at small shapes, or time at those of a model.", "--time/--check")
-    model: str = flag("7B", "Qwen2.5's shape of this size, to time at.", choices=tuple(MODELS))
-    cells: tuple[Cell, ...] = flag(
-        tuple(Cell(batch, context) for context in (1 << 10, 16 << 10) for batch in (1, 8, 32)),
-        "BATCHxCONTEXT to time at.",
-        parse=Cell.parse_all,
-    )
-    nodes: tuple[int, ...] = flag((7, 15), "Nodes of a tree to time.", within=(1, 63))
-    device: str = flag("cuda", "`cpu` interprets the kernels: no time means anything there.", choices=("cuda", "cpu"))
+    device: str = flag("cuda", "`cpu` interprets the kernels.", choices=("cuda", "cpu"))
 
     def measure(self, session: Session) -> Found:
         if self.device == "cpu":
             # before Triton is imported
             os.environ["TRITON_INTERPRET"] = INTERPRETED["TRITON_INTERPRET"]
-        jobs = list(self._timed() if self.is_timed else self._checks())
+        jobs = list(self._checks())
         report, rows = session.display.steps(len(jobs)), []
         for name, job in jobs:
             report(name, 0)
@@ -92,24 +76,6 @@ class Kernels(Scenario):
                 if nodes <= most:
                     yield f"{kernel}, {batch} x {nodes} nodes", partial(check, batch, nodes, self.device)
 
-    def _timed(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-        from ..kernels import attention, verdict
-        from ..kernels.timing import GraphTimer, HostTimer
-
-        timer, model = (GraphTimer() if self.device == "cuda" else HostTimer()), MODELS[self.model]
-        layers = None if self.device == "cuda" else 1
-        for cell in self.cells if "attention" in self.kernels else ():
-            for n in self.nodes:
-                case = Attention(model, cell.context, cell.batch, n, "tree")
-                name = f"attention {self.model}, {cell}, {n} nodes"
-                yield name, partial(attention.measure, timer, case, self.device, layers=layers)
-        most = max(self.nodes)
-        for batch in sorted({cell.batch for cell in self.cells}):
-            for kernel, measure in (("verify", verdict.measure_verify), ("commit", verdict.measure_commit)):
-                if kernel in self.kernels:
-                    name = f"{kernel} {self.model}, {batch} x {most} nodes"
-                    yield name, partial(measure, timer, Verdict(model, batch, most), self.device)
-
     def _is_usable(self) -> bool:
         if self.device == "cuda":
             import torch
@@ -121,37 +87,12 @@ class Kernels(Scenario):
         return True
 
     def title(self, found: Found) -> str:
-        return f"kernels on {found.extra['device']['name']}; microseconds of one call, as median"
+        return f"kernels on {found.extra['device']['name']}"
 
     def told(self, found: Found) -> Iterator[Table | str]:
-        yield Table(found.rows, {"row": "name", "right": "passed", **(_TIMES if self.is_timed else {})})
+        yield Table(found.rows, {"row": "name", "right": "passed"})
         for row in found.rows:
             yield from (f"{row.name}: {text}" for text in ([row.checked] if row.passed is False else []) + row.notes)
-
-
-def _us(way: str) -> Callable[[KernelRow], str | None]:
-    """Median microseconds, and half the distance of the quartiles."""
-
-    def show(row: KernelRow) -> str | None:
-        time = row.times.get(way)
-        return None if time is None else f"{time['median_us']:.1f} ±{(time['high_us'] - time['low_us']) / 2:.1f}"
-
-    return show
-
-
-def over_flash(row: KernelRow) -> float | None:
-    """How many times FlashAttention 3's time ours takes, as vLLM calls that in its graphs."""
-    if not {"ours", "fa3 graph"} <= row.times.keys():
-        return None
-    return row.times["ours"]["median_us"] / row.times["fa3 graph"]["median_us"]
-
-
-_TIMES: Columns = {
-    **{"ours": _us("ours"), "FA3": _us("fa3 graph"), "FA3 auto": _us("fa3 auto")},
-    "FA3 context": _us("fa3 context"),
-    "roof": "roof_us",
-    "x FA3": over_flash,
-}
 
 
 def _described(device: str) -> dict[str, Any]:

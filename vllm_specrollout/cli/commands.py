@@ -30,8 +30,9 @@ BENCHES = {
     "drafters": ("scenarios.drafters", "Models that draft, side by side."),
     "decoupled": ("scenarios.decoupled", "A model that drafts, in the target's steps and beside them."),
     "ladder": ("scenarios.ladder", "A long tail, with idle workers helping."),
-    "kernels": ("scenarios.kernels", "Kernels on a GPU: right, and how fast."),
-    "device": ("scenarios.device", "Identity, speed and idle time on a GPU."),
+    "kernels": ("scenarios.kernels", "Kernels on a GPU against their specifications."),
+    "micro": ("gpu.micro", "The parts of a step on a GPU, without an engine."),
+    "device": ("scenarios.device", "Identity, speed and traces of steps on a GPU."),
     "gpu": ("gpu.hour", "All that needs a GPU, one after the other, resumed."),
     "soak": ("soak.scenario", "A server under load and faults, for hours; in a checkout."),
     "study": (

@@ -45,10 +45,12 @@ def test_a_row_whose_outputs_differ_shows_no_speed():
 
 def test_gpu_rows_have_a_table_of_their_own():
     times = {"ours": {"median_us": 3.0, "low_us": 2.0, "high_us": 4.0}}
-    rows = [{"step": "kernels", "name": "verify", "passed": True, "times": times, "roof_us": 1.0}]
+    rows = [{"step": "kernels", "name": "verify", "passed": True, "times": times}]
+    rows += [{"step": "micro", "name": "verify", "unit": "us", "measured": 2.0, "predicted": 1.0}]
     text = TABLES["kernels"]({"rows": rows})
-    assert text.splitlines()[0] == "| step | name | right | ours, us | roof, us |"
-    assert "| kernels | verify | yes | 3.0 (2.0 to 4.0) | 1.00 |" in text
+    assert text.splitlines()[0] == "| step | name | right | ours, us | unit | measured | predicted |"
+    assert "| kernels | verify | yes | 3.0 (2.0 to 4.0) | - | - | - |" in text
+    assert "| micro | verify | - | - | us | 2.00 | 1.00 |" in text
     bare = [{"step": "kernels", "name": name, "passed": name == "right"} for name in ("right", "broken")]
     assert TABLES["kernels"]({"rows": bare}) == "2 checks; wrong: broken."
 

@@ -3,7 +3,6 @@
 import json
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from bench.gpu import commands
@@ -14,13 +13,9 @@ from bench.runner import ties
 from bench.runner.models import BARE, bare_model
 from bench.runner.rows import Pair
 from bench.scenarios import device
-from bench.scenarios.device import DRAFTS, Device, accuracy_for, expected_tokens
-from tests.drafters import ask
+from bench.scenarios.device import Device
 from vllm_specrollout.config import parse, parse_request
-from vllm_specrollout.config.drafters import OracleConfig
-from vllm_specrollout.drafters.oracle import OracleDrafter
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.types import RequestView
 
 
 def scenarios(monkeypatch=None):
@@ -34,7 +29,7 @@ def scenarios(monkeypatch=None):
     app = typer.Typer()
     app.command()(command(Device, found.append))
     for is_dry in (False, True):
-        for one in commands.commands(Options(is_dry=is_dry, rivals=("ngram", "draft_model"))):
+        for one in commands.commands(Options(is_dry=is_dry)):
             if one.arguments[1] == "device":
                 result = CliRunner().invoke(app, list(one.arguments[2:]), catch_exceptions=False)
                 assert result.exit_code == 0, result.output
@@ -46,38 +41,28 @@ def every():
     return scenarios()
 
 
-def accepted(tree, answer):
-    """How far down the tree the answer goes."""
-    node, depth = -1, 0
-    while True:
-        children = np.nonzero((tree.parents == node) & (tree.token_ids == answer[depth]))[0]
-        if not len(children):
-            return depth
-        node, depth = int(children[0]), depth + 1
-
-
-@pytest.mark.parametrize("arm", ["chain", "tree"])
-@pytest.mark.parametrize("tau", DRAFTS)
-def test_the_oracle_drafts_as_well_as_the_wanted_tokens_per_step_need(tau, arm):
-    nodes = DRAFTS[tau]
-    accuracy = accuracy_for(tau, nodes, arm)
-    assert len(accuracy) == 1 + (arm == "tree")
-    assert expected_tokens(accuracy, nodes) == pytest.approx(tau, abs=1e-3)
-    answer = np.random.default_rng(0).integers(1000, size=6000).astype(np.int32)
-    drafter = OracleDrafter(OracleConfig(path="x", accuracy=accuracy), {"r": answer.tolist()})
-    at = steps = 0
-    while at < len(answer) - nodes - 1:
-        view = RequestView("r", np.concatenate([[0], answer[:at]]).astype(np.int32), 1, 10_000, problem_id="r")
-        (tree,) = ask(drafter, [view], nodes, nodes, is_chain=arm == "chain")
-        at += 1 + accepted(tree, answer[at:])
-        steps += 1
-    assert at / steps == pytest.approx(tau, rel=0.06)
-
-
 def test_the_hours_words_are_those_of_the_scenario(every):
-    assert len(every) > 10
-    assert {one.is_strict for one in every} == {one.is_eager for one in every} == {True, False}
-    assert all(one.rounds == 0 or one.is_profiled or one.arms[0].startswith("vllm-") for one in every)
+    assert len(every) > 6
+    assert {one.is_strict for one in every} == {True, False}
+    # what is timed is looked into as well
+    assert all((one.rounds > 0) == (one.traced != (0,)) for one in every)
+    assert all({cell.batch for cell in one.cells} & set(one.traced) for one in every if one.rounds)
+
+
+def test_trees_are_timed_where_steps_draft_them(every):
+    assert all(cell.batch <= 8 for one in every if "tree" in one.arms for cell in one.cells)
+
+
+def test_a_row_has_the_nodes_of_its_cell_and_what_needs_none_has_one_row():
+    cells = Cell.parse_all("8x64:7,1x64:1,3", "--cells")
+    jobs = [(str(cell), arm, nodes) for cell, arm, nodes in Device(cells=cells, arms=("chain", "ngram")).jobs]
+    assert jobs == [
+        ("1x64", "chain", 1),
+        ("1x64", "chain", 3),
+        ("1x64", "ngram", 3),
+        ("8x64", "chain", 7),
+        ("8x64", "ngram", 7),
+    ]
 
 
 def test_our_engines_and_requests_are_configured_as_the_plugin_understands(every, tmp_path):
@@ -108,14 +93,14 @@ def test_graphs_are_captured_for_every_batch_with_none_and_with_all_of_its_nodes
     for scenario in every:
         sizes = scenario.capture_sizes
         for cell in scenario.cells:
-            nodes = [scenario.nodes] if scenario.nodes else [DRAFTS[tau] for tau in scenario.taus]
-            assert all(cell.batch * (1 + n) in sizes for n in (0, *nodes))
+            assert all(cell.batch * (1 + n) in sizes for n in (0, *cell.nodes))
         assert sizes == sorted(set(sizes)) and len(sizes) <= 40
 
 
 def test_a_cell_is_named_by_its_batch_and_its_context():
     assert Cell.parse("8x1024") == Cell(8, 1024) and str(Cell(8, 1024)) == "8x1024"
-    for text in ("8", "x1024", "8x", "0x1024", "8x1000", "eightx64"):
+    assert Cell.parse_all("8x1024:0,15, 1x64", "--cells") == (Cell(8, 1024, (0, 15)), Cell(1, 64))
+    for text in ("8", "x1024", "8x", "0x1024", "8x1000", "eightx64", "8x64:", "8x64:64", "8x64:7,"):
         with pytest.raises(ConfigError, match="--cells"):
             Cell.parse(text)
 
@@ -143,7 +128,7 @@ def made(make_run, tmp_path, monkeypatch):
         stock = make_run([[1, 2, 3, 4]], [1.0, 2.0, 3.0, 4.0])
         ours = make_run([[1, 9, 9, 9] if is_parted else [1, 2, 3, 4]], [1.0, 2.0], steps=2, drafted=3, request_steps=2)
         bench = device._Bench(scenario, {"stock": SimpleNamespace()}, tmp_path)
-        return bench._made(scenario.cells[0], "tree", 4.0, [Pair(stock=stock, ours=ours)])
+        return bench._made(scenario.cells[0], "tree", 3, [Pair(stock=stock, ours=ours)])
 
     return make
 

@@ -9,9 +9,7 @@ pytest.importorskip("torch")
 
 from bench.runner.display import Display
 from bench.runner.scenario import Session
-from bench.scenarios.kernels import KernelRow, Kernels, over_flash
-
-TIMES = {"ours": {"median_us": 3.0, "low_us": 2.0, "high_us": 4.0}, "fa3 graph": {"median_us": 2.0}}
+from bench.scenarios.kernels import Kernels
 
 
 def broken():
@@ -48,8 +46,3 @@ def test_a_kernel_that_raises_is_wrong_and_the_others_still_run(measured):
 def test_on_a_device_that_is_of_no_more_use_nothing_else_is_measured(measured):
     found, text = measured(("one", broken), ("two", right), is_usable=False)
     assert [row.name for row in found.rows] == ["one"] and "what follows is left out" in text
-
-
-def test_a_time_is_compared_with_flash_attentions_where_both_are_told():
-    assert over_flash(KernelRow(name="x", passed=True, times=TIMES)) == 1.5
-    assert over_flash(KernelRow(name="x", passed=True, times={"ours": TIMES["ours"]})) is None
