@@ -181,7 +181,9 @@ def test_a_batch_is_covered_where_a_model_would_not_be_expected_to_bring_more(
     own = np.repeat(np.float32(chances), 3).reshape(2, 3)
     tokens = np.where(np.int32(kinds)[:, None] < 0, -1, np.int32([[4, 5, 6]] * 2))
     parents = np.int32([[-1, 0, 1]] * 2)
-    words = np.concatenate([tokens, parents, own.view(np.int32), np.int32(kinds)[:, None]], axis=1).astype(np.int32)
+    # where nothing was drafted all words are -1, which is no chance
+    bits = np.where(tokens < 0, -1, own.view(np.int32))
+    words = np.concatenate([tokens, parents, bits, np.int32(kinds)[:, None]], axis=1).astype(np.int32)
     factors = np.ones((3, 10))
     factors[2] = factor
     assert Home(["a", "b"], words, np.int32([3, 3]), (0, 0, 1)).is_covered(factors, 3) == is_covered

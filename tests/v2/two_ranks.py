@@ -35,7 +35,7 @@ def make_drafting_fail_on_the_first_rank(worker: Any) -> None:
         raise RuntimeError("out of ideas")
 
     if runner.drafting.is_drafting:
-        runner.drafts._chosen = raises
+        runner.drafts._choose = raises
 
 
 def failures(worker: Any) -> int:

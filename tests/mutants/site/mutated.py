@@ -193,7 +193,7 @@ def _(module):
 
 @fault("always paused, V2 runner", "vllm_specrollout.worker.v2.device_drafts")
 def _(module):
-    instead(module.DeviceDrafts, "_chosen", lambda right: lambda self, batch, modelled, none: reached() or none)
+    instead(module.DeviceDrafts, "_choose", lambda right: lambda self, batch, modelled: reached() or False)
 
 
 @fault("drafted rows have the noise of the next position, V2 runner", "vllm_specrollout.worker.v2.verify")
@@ -245,55 +245,52 @@ def _(module):
     instead(module.TreeVerifier, "__call__", make)
 
 
-@fault("lookups read another request's text", "vllm_specrollout.worker.v2.device_drafts")
+@fault("lookups read another request's text", "vllm_specrollout.worker.v2.told")
 def _(module):
     def make(right):
-        def asks(self, batch, told):
-            asked = right(self, batch, told)
-            asked[:, 0] = np.roll(asked[:, 0], 1)
+        def asks(self, *args, **options):
+            asked = right(self, *args, **options)
+            asked.texts[:, 0] = np.roll(asked.texts[:, 0], 1)
             reached()
             return asked
 
         return asks
 
-    instead(module.DeviceDrafts, "_asked", make)
+    instead(module.ToldRows, "asked", make)
 
 
 @fault("lines are followed whatever came since", "vllm_specrollout.worker.v2.device_drafts")
 def _(module):
     def make(right):
-        def lined(self, batch):
+        def chooses(words, confidence, rows, running, *args, lines=None, **options):
             import torch
 
-            tokens = self._states.all_token_ids
-            at = self._lines[:, :1].long().clamp(min=0) + torch.arange(module.LINE)
-            self._states.all_token_ids = type("Tokens", (), {"gpu": tokens.gpu.clone()})
-            self._states.all_token_ids.gpu.scatter_(1, at.clamp(max=self._states.max_model_len - 1), self._lines[:, 1:])
-            try:
-                return right(self, batch)
-            finally:
-                self._states.all_token_ids = tokens
+            if lines is not None:
+                at = lines[:, :1].long().clamp(min=0) + torch.arange(module.LINE)
+                running = running.clone().scatter_(1, at.clamp(max=running.shape[1] - 1), lines[:, 1:])
                 reached()
+            return right(words, confidence, rows, running, *args, lines=lines, **options)
 
-        return lined
+        return chooses
 
-    instead(module.DeviceDrafts, "_lined", make)
+    instead(module, "choose", make)
 
 
 @fault("a row keeps the drafts of who had it before", "vllm_specrollout.worker.v2.device_drafts")
 def _(module):
     def make(right):
-        def chosen(self, batch, modelled, none):
-            import torch
-
-            found, kept = right(self, batch, modelled, none), self.drafted[batch.idx_mapping].flatten(1)
+        def proposes(self, batch, *args, **options):
+            rows = batch.idx_mapping
+            kept = self._words[rows].clone()
+            right(self, batch, *args, **options)
             reached()
-            is_empty = found[:, :1] < 0
-            return torch.cat([torch.where(is_empty, kept, found[:, :-1]), found[:, -1:]], dim=1)
+            is_empty = self._words[rows, :1] < 0
+            self._words[rows] = kept.where(is_empty, self._words[rows])
+            return self._words[rows, : self.width].long()
 
-        return chosen
+        return proposes
 
-    instead(module.DeviceDrafts, "_chosen", make)
+    instead(module.DeviceDrafts, "propose", make)
 
 
 # --- what a drafted row computes with ---------------------------------------------------------------------------------

@@ -94,9 +94,11 @@ class Home:
         most = (self.words.shape[1] - 1) // 3
         # nobody's is no better than the model's
         kinds = np.minimum(self.words[:, 3 * most] % WITHHELD, MODELLED)
-        chances = self.words[:, 2 * most : 3 * most].copy().view(np.float32)
+        # of no draft the bits are no number
+        bits = np.where(self.words[:, :most] >= 0, self.words[:, 2 * most : 3 * most], 0)
+        chances = bits.view(np.float32)
         tenths = np.minimum((chances * TENTHS).astype(np.int64), TENTHS - 1)
-        known = np.minimum(chances * factors[kinds[:, None], tenths], 1.0) * (self.words[:, :most] >= 0)
+        known = np.minimum(chances * factors[kinds[:, None], tenths], 1.0)
         own = min(CHAIN_CHANCE * factors[MODELLED, int(CHAIN_CHANCE * TENTHS)], 1.0)
         is_enough = known.cumprod(axis=1).sum(axis=1) >= (own ** np.arange(1, levels + 1)).sum()
         return bool((is_enough & (kinds != MODELLED)).all())
