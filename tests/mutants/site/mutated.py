@@ -262,18 +262,22 @@ def _(module):
 @fault("lines are followed whatever came since", "vllm_specrollout.worker.v2.device_drafts")
 def _(module):
     def make(right):
-        def chooses(words, confidence, rows, running, *args, lines=None, **options):
+        def chooses(self, batch, modelled):
             import torch
 
-            if lines is not None:
-                at = lines[:, :1].long().clamp(min=0) + torch.arange(module.LINE)
-                running = running.clone().scatter_(1, at.clamp(max=running.shape[1] - 1), lines[:, 1:])
+            tokens, lines = self._states.all_token_ids, self._lines
+            at = lines[:, :1].long().clamp(min=0) + torch.arange(module.LINE)
+            running = tokens.gpu.clone().scatter_(1, at.clamp(max=self._states.max_model_len - 1), lines[:, 1:])
+            self._states.all_token_ids = type("Tokens", (), {"gpu": running})
+            try:
+                return right(self, batch, modelled)
+            finally:
+                self._states.all_token_ids = tokens
                 reached()
-            return right(words, confidence, rows, running, *args, lines=lines, **options)
 
         return chooses
 
-    instead(module, "choose", make)
+    instead(module.DeviceDrafts, "_choose", make)
 
 
 @fault("a row keeps the drafts of who had it before", "vllm_specrollout.worker.v2.device_drafts")
