@@ -95,8 +95,7 @@ class Home:
         # nobody's is no better than the model's
         kinds = np.minimum(self.words[:, 3 * most] % WITHHELD, MODELLED)
         # of no draft the bits are no number
-        bits = np.where(self.words[:, :most] >= 0, self.words[:, 2 * most : 3 * most], 0)
-        chances = bits.view(np.float32)
+        chances = np.where(self.words[:, :most] >= 0, self.words[:, 2 * most : 3 * most], 0).view(np.float32)
         tenths = np.minimum((chances * TENTHS).astype(np.int64), TENTHS - 1)
         known = np.minimum(chances * factors[kinds[:, None], tenths], 1.0)
         own = min(CHAIN_CHANCE * factors[MODELLED, int(CHAIN_CHANCE * TENTHS)], 1.0)
