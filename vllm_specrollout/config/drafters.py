@@ -133,6 +133,18 @@ class OracleConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LearnConfig:
+    """What an engine does for a trainer that asks it for hidden states."""
+
+    prefill_tokens: Annotated[int, Range(1, 1 << 20)] = 2048
+    """Most tokens of answers that a step computes once more. Such steps are taken only while no request is there, and
+    one that arrives waits for the step under way."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "train.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CollectConfig:
     """The target's hidden states, kept on disk for `specrollout train-head`. V1 runner only."""
 

@@ -31,6 +31,7 @@ from vllm_specrollout.config.drafters import (
     CollectConfig,
     DecoupledConfig,
     HistoryConfig,
+    LearnConfig,
     NgramConfig,
     OracleConfig,
     StartedDrafter,
@@ -113,6 +114,7 @@ class SpecRolloutConfig:
     history: HistoryConfig = field(default_factory=HistoryConfig)
     oracle: OracleConfig = field(default_factory=OracleConfig)
     collect: CollectConfig = field(default_factory=CollectConfig)
+    train: LearnConfig = field(default_factory=LearnConfig)
     decoupled: DecoupledConfig = field(default_factory=DecoupledConfig)
     # not a key of its own: it follows from `budget`, which keeps the name alone
     budget_options: Options = field(default=Options(), metadata={"is_derived": True})

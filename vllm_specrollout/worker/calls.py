@@ -20,6 +20,7 @@ from vllm_specrollout.history.answers import Outcome
 from vllm_specrollout.history.epochs import EpochError
 from vllm_specrollout.observe.metrics import Gain
 from vllm_specrollout.observe.timeline import TimelineListener
+from vllm_specrollout.worker import hidden
 from vllm_specrollout.worker.common import Stats, is_first_rank
 from vllm_specrollout.worker.models import decoupled
 from vllm_specrollout.worker.models.proposing import path_of
@@ -234,6 +235,17 @@ class TrainerMixin(WeightsMixin):
             [k] `cluster.profiles.DrafterProfile`s, in plain JSON types.
         """
         return [msgspec.to_builtins(one, str_keys=True) for one in of_engine(kept(), key_of(self.vllm_config))]
+
+    def spec_rollout_answers(self, address: str, most_tokens: int) -> dict[str, Any]:
+        """What this engine shall compute once more for a trainer; see `hidden.answers_for`. From the first call on,
+        answers are kept. Ranks that do not draft say nothing; an error comes back as its cause and hint.
+        """
+        if not is_first_rank():
+            return {}
+        try:
+            return hidden.answers_for(self.model_runner, address, most_tokens)
+        except SpecRolloutError as error:
+            return {"cause": error.cause, "hint": error.hint}
 
     def shutdown(self) -> None:
         runner = getattr(self, "model_runner", None)
