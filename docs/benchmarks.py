@@ -55,7 +55,8 @@ _TITLES = {
     ),
     "ladder": (
         "Ladder",
-        "A batch with a long tail on several workers: nobody helps, idle workers lend their drafters, or they race.",
+        "A batch with a long tail on several workers: nobody helps, idle workers take over requests, or lend their"
+        " drafters; `auto` chooses. Rows of `race` are of a ladder that is no more.",
     ),
     "soak": (
         "Soak",

@@ -300,8 +300,8 @@ LADDER: Columns = {
     "ladder": lambda row: row["ladder"] + (f": {row['chosen']}" if row["ladder"] == "auto" else ""),
     "makespan, s": "makespan_s",
     "times": lambda row: speedup({**row, "speedup_quartiles": row.get("quartiles"), "rounds": 2}),
+    "of the best": lambda row: "" if row.get("of_best") is None else f"{row['of_best']:.2f}",
     "moved": "moved",
-    "ran twice": "raced",
     "lent": "lent",
 }
 

@@ -110,9 +110,11 @@ def choose_ladder(profiles: Sequence[DrafterProfile]) -> tuple[str, tuple[str, .
     """(ladder, models) of a group, by what is known of drafters: the draft ladder, its best first.
 
     A straggler decodes alone in the end, so a drafter is worth what it gains at batch 1, as in SpecActor's initial
-    selection (section 4.3). Where none gains `WORTH`, requests are moved, and nothing is drafted elsewhere.
+    selection (section 4.3). Where none gains `WORTH`, requests are moved, and nothing is drafted elsewhere. Of a
+    drafter that several engines know, the profile counts that rests on most positions.
     """
-    gains = {one.drafter: plan_engine(one, 1)[0].gain for one in profiles}
+    best = {one.drafter: one for one in sorted(profiles, key=lambda one: one.positions)}
+    gains = {model: plan_engine(one, 1)[0].gain for model, one in best.items()}
     models = sorted((model for model, gain in gains.items() if gain >= WORTH), key=lambda model: -gains[model])
     return ("attach", tuple(models)) if models else ("move", ())
 

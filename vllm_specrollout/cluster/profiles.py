@@ -7,7 +7,6 @@ Source: SpecActor, section 4.1 (offline profiles of D, V and acceptance); here n
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -17,11 +16,10 @@ from typing import Protocol
 
 import msgspec
 
-from vllm_specrollout.budgets.profile import ProfileKey, replace_file
+from vllm_specrollout.budgets.profile import ProfileKey, digest, folder, read_file, write
 from vllm_specrollout.budgets.step_cost import StepCost
 from vllm_specrollout.cluster.link import Beat, Link, Score
 from vllm_specrollout.cluster.rates import AffineTime
-from vllm_specrollout.config import envs
 from vllm_specrollout.config.checks import check_range
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.observe.listener import Listener
@@ -207,31 +205,27 @@ def save(profile: DrafterProfile) -> None:
 
     A disk that refuses is told of, and no more: nobody waits for a profile.
     """
-    name = hashlib.sha256(msgspec.json.encode((profile.key, profile.drafter, profile.device))).hexdigest()[:16]
+    name = digest((profile.key, profile.drafter, profile.device))
     try:
-        replace_file(_folder() / f"{name}.json", msgspec.json.encode(profile))
+        write(_folder() / f"{name}.json", profile)
     except OSError as error:
         logger.warning("Spec rollout: the profile of drafter `%s` is not kept: %s", profile.drafter, error)
 
 
 def kept() -> list[DrafterProfile]:
-    """All profiles of this user; those that cannot be read are left out."""
-    found = []
-    for path in sorted(_folder().glob("*.json")):
-        try:
-            found.append(_decode(path.read_bytes()))
-        except (OSError, msgspec.DecodeError, ConfigError) as error:
-            logger.warning("The profile %s cannot be used (%s) and is ignored; it may be deleted", path, error)
-    return found
+    """All profiles of this user; those that cannot be used are left out."""
+    paths, check = sorted(_folder().glob("*.json")), DrafterProfile.check
+    read = (read_file(path, DrafterProfile, check, "it may be deleted") for path in paths)
+    return [one for one in read if one is not None]
 
 
 def of_engine(profiles: Iterable[DrafterProfile], key: ProfileKey) -> list[DrafterProfile]:
     """Those of an engine's model on its devices; of a drafter on several devices, what rests on most positions."""
-    found: dict[str, DrafterProfile] = {}
+    best: dict[str, DrafterProfile] = {}
     for one in profiles:
-        if one.key == key and (one.drafter not in found or one.positions > found[one.drafter].positions):
-            found[one.drafter] = one
-    return list(found.values())
+        if one.key == key and (one.drafter not in best or one.positions > best[one.drafter].positions):
+            best[one.drafter] = one
+    return list(best.values())
 
 
 def of_model(profiles: Iterable[DrafterProfile], target: str) -> list[DrafterProfile]:
@@ -252,7 +246,7 @@ def read(path: Path, flag: str) -> DrafterProfile:
         ConfigError: it cannot be read, or is no profile.
     """
     try:
-        found = _decode(path.read_bytes())
+        found = msgspec.json.decode(path.read_bytes(), type=DrafterProfile)
         found.check()
     except OSError as error:
         raise ConfigError(f"`{flag}` is `{path}`, which cannot be read: {error.strerror}", "name a file") from None
@@ -265,9 +259,5 @@ def read(path: Path, flag: str) -> DrafterProfile:
     return found
 
 
-def _decode(body: bytes) -> DrafterProfile:
-    return msgspec.json.decode(body, type=DrafterProfile)
-
-
 def _folder() -> Path:
-    return envs.cache_dir() / "profiles" / "drafters"
+    return folder() / "drafters"

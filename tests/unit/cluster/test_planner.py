@@ -147,6 +147,11 @@ def test_the_draft_ladder_has_what_gains_for_a_request_alone_the_best_first() ->
     assert choose_ladder([slow]) == choose_ladder([]) == ("move", ())
 
 
+def test_of_what_several_engines_know_of_a_drafter_that_counts_which_rests_on_most() -> None:
+    well, badly = known(**ENGINE, positions=4000), known(0.0, **ENGINE, positions=300)
+    assert choose_ladder([well, badly]) == choose_ladder([badly, well]) == ("attach", ("small",))
+
+
 def test_a_drafter_is_not_lent_where_history_drafts_as_well_as_it_does() -> None:
     assert choose_ladder([known(**ENGINE)]) == ("attach", ("small",))
     assert choose_ladder([known(**ENGINE, own=OwnDrafts(4.0, 6.0))]) == ("move", ())
