@@ -19,7 +19,7 @@ from vllm_specrollout.bench.studies.group import Workload
 from vllm_specrollout.bench.studies.h200 import MEASURED, RECKONED, TAIL_RECKONED, TRY
 from vllm_specrollout.bench.studies.report import Cell, Number, ResultTable, Share, StudyReport, error_of
 
-from vllm_specrollout.cluster import histopipe, ladder
+from vllm_specrollout.cluster import dealing, ladder
 from vllm_specrollout.scheduling.lengths import Lengths
 
 STEPS = {"measured": MEASURED, "tail reckoned": TAIL_RECKONED, "reckoned": RECKONED}
@@ -31,7 +31,7 @@ ARMS = {
     "move": ("move", True, True),
     "attach": ("attach", True, True),
 }
-"""Arm -> its ladder, whether anything is drafted, and whether problems are placed by `histopipe.deal`."""
+"""Arm -> its ladder, whether anything is drafted, and whether problems are placed by `dealing.deal`."""
 
 
 class WhatIfInputs(AnswersInputs):
@@ -121,8 +121,8 @@ def dealt(inputs: WhatIfInputs, engines: int, forecasts: dict[str, float] | None
     requests = [(f"r{i}", f"p{i // samples}") for i in range(engines * each)]
     if forecasts is None:
         return {request: f"e{i // each}" for i, (request, _) in enumerate(requests)}
-    rooms = {f"e{i}": histopipe.Room(2 * each) for i in range(engines)}
-    return histopipe.deal(requests, rooms, forecasts)
+    rooms = {f"e{i}": dealing.Room(2 * each) for i in range(engines)}
+    return dealing.deal(requests, rooms, forecasts)
 
 
 def run_arm(

@@ -100,7 +100,7 @@ class Replica:
         return wanted.version, int(self.llm.vllm_config.scheduler_config.max_num_seqs)
 
     async def warm(self, model: str) -> None:
-        """Begin a drafter, to be lent or to race with."""
+        """Begin a drafter, to be lent."""
         self._warm = self._warm or WarmDrafter(Command.of(model, self._drafter_devices, self._drafter_engine))
 
     async def give(self, runs: Sequence[Given]) -> None:
