@@ -4,7 +4,6 @@ stdlib only. Defaults and limits live here and nowhere else.
 """
 
 from vllm_specrollout.config.drafters import (
-    CollectConfig,
     DecoupledConfig,
     HistoryConfig,
     LearnConfig,
@@ -35,7 +34,6 @@ __all__ = [
     "MAX_NODES",
     "MODEL_SOURCES",
     "PLACEMENTS",
-    "CollectConfig",
     "LearnConfig",
     "DecoupledConfig",
     "HistoryConfig",

@@ -28,7 +28,6 @@ from vllm_specrollout.config.checks import (
 )
 from vllm_specrollout.config.drafters import (
     SINGLE,
-    CollectConfig,
     DecoupledConfig,
     HistoryConfig,
     LearnConfig,
@@ -114,7 +113,6 @@ class SpecRolloutConfig:
     ngram: NgramConfig = field(default_factory=NgramConfig)
     history: HistoryConfig = field(default_factory=HistoryConfig)
     oracle: OracleConfig = field(default_factory=OracleConfig)
-    collect: CollectConfig = field(default_factory=CollectConfig)
     train: LearnConfig = field(default_factory=LearnConfig)
     decoupled: DecoupledConfig = field(default_factory=DecoupledConfig)
     # not a key of its own: it follows from `budget`, which keeps the name alone

@@ -14,13 +14,10 @@ KEY = "spec_rollout_rows"
 
 
 class RowsMark(dict[str, int]):
-    """A type of its own: what a client writes is another one, and is refused at the front end (`check_mark`)."""
+    """`prompt_tokens`, and the `version` of the weights that shall compute the answer.
 
-    def __init__(self, prompt_tokens: int, version: int) -> None:
-        super().__init__(prompt_tokens=prompt_tokens, version=version)
-
-    def __reduce__(self) -> tuple[type[RowsMark], tuple[int, int]]:
-        return RowsMark, (self["prompt_tokens"], self["version"])
+    It is a type of its own: what a client writes is another one, and is refused at the front end (`check_mark`).
+    """
 
 
 def mark_of(params: Any) -> Mapping[str, int] | None:

@@ -65,16 +65,16 @@ def _wanted(scheduler: Any, name: str, count: int) -> WantedRows:
 def drop(scheduler: Any) -> None:
     """End all marked requests, and give their KV cache back. Whoever asked is told with the next outputs."""
     names = set(scheduler.marked)
-    scheduler.dropped += [scheduler.requests[name] for name in names]
+    scheduler.dropped.extend(scheduler.requests[name] for name in names)
     scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
 
 
 def tell_dropped(scheduler: Any, outputs: dict[int, EngineCoreOutputs]) -> None:
     """vLLM tells a client nothing of requests that it did not abort itself."""
-    dropped, scheduler.dropped = scheduler.dropped, []
-    for request in dropped:
-        own = outputs.setdefault(request.client_index, EngineCoreOutputs())
-        own.outputs = [*own.outputs, EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT)]
+    for request in scheduler.dropped:
+        found = outputs.setdefault(request.client_index, EngineCoreOutputs())
+        found.outputs.append(EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT))
+    scheduler.dropped.clear()
 
 
 # --- the worker's side ------------------------------------------------------------------------------------------------
