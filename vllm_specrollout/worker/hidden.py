@@ -83,8 +83,8 @@ def tell_dropped(scheduler: Any, outputs: dict[int, EngineCoreOutputs]) -> None:
 class Tap:
     """Of the first rank, from the first call of a trainer on: the answers that end, and where their rows go."""
 
-    def __init__(self, address: str) -> None:
-        self.sink, self.ring = RowSink(address), AnswerRing()
+    def __init__(self, address: str, ring: AnswerRing) -> None:
+        self.sink, self.ring = RowSink(address), ring
 
     def take(
         self,
@@ -133,12 +133,11 @@ def answers_for(runner: Any, address: str, most_tokens: int) -> dict[str, Any]:
     _check(runner.vllm_config)
     tap = runner.tap
     if tap is None or tap.sink.address != address:
-        made = Tap(address)
-        if tap is not None:  # the answers stay
-            tap.sink.close()
-            made.ring = tap.ring
-        else:
+        made = Tap(address, AnswerRing() if tap is None else tap.ring)
+        if tap is None:
             runner.spec_rollout.listeners.append(made.ring)
+        else:
+            tap.sink.close()
         runner.tap = tap = made
     version = runner.weights_version.number
     # one token is sampled behind them, which needs room
