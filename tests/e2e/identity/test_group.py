@@ -122,28 +122,32 @@ def accepted(group: SpecGroup) -> list[int]:
 
 
 def once(group: SpecGroup, holds: Callable[[], bool], what: Callable[[], None]) -> None:
-    """Do something as soon as it holds, between two turns of the driver."""
-    take, is_done = group._take, False
+    """Do something as soon as it holds, between two reports."""
+    is_done = False
 
-    def watched() -> None:
+    def watched(engine: str, report: Any) -> None:
         nonlocal is_done
-        take()
         if not is_done and holds():
             is_done = True
             what()
 
-    group._take = watched  # type: ignore[method-assign]
+    group._driver.listener = watched
 
 
 def await_all(group: SpecGroup) -> None:
+    await_that(group, lambda one: bool(one["is_up"]))
+
+
+def await_that(group: SpecGroup, holds: Callable[[dict[str, Any]], bool]) -> None:
+    """Of each engine."""
     end = time.monotonic() + 600
-    while not all(one["is_up"] for one in group.status()["engines"].values()):
+    while not all(holds(one) for one in group.status()["engines"].values()):
         assert time.monotonic() < end
-        group._turn({})
+        time.sleep(0.1)
 
 
 def pid_of(group: SpecGroup, name: str) -> int:
-    return group._one(name, "pid")
+    return int(group._run(group._calls.call(name, "pid")))
 
 
 # groups of their own come first: beside the others' group they would find neither memory nor Ray's cores
@@ -165,12 +169,10 @@ def test_drafters_are_chosen_by_what_an_earlier_group_measured(
     more: dict[str, Any] = {"engine": {**ENGINE, "kv_cache_memory_bytes": 1 << 27}, "spec_rollout": DRAFTS}
     own = {"drafter_engine": {**ENGINE, "kv_cache_memory_bytes": 1 << 26}}
     with SpecGroup(path, ladder="attach", drafters=[path], **own, **more) as group:
+        await_that(group, lambda one: bool(one["drafter"]))
         end = time.monotonic() + 600
-        while not all(one["drafter"] for one in group.status()["engines"].values()):
-            assert time.monotonic() < end
-            group._turn({})
         for number in itertools.count():
-            if known := group._profiles():
+            if known := group._run(group._profiles()):
                 break
             assert time.monotonic() < end
             assert ask(group, anew(requests[1:2], number)) == wanted[1:2]
@@ -178,37 +180,25 @@ def test_drafters_are_chosen_by_what_an_earlier_group_measured(
     ladder, models = choose_ladder(known)
     with SpecGroup(path, drafters="auto", **own, **more) as group:
         assert group.status()["ladder"] == ladder
-        assert {one.method for one in group._driver.engines.values()} == set(models or [""])
+        await_that(group, lambda one: bool(one["drafter"]) == bool(models))
         assert ask(group, requests) == wanted
 
 
 def test_answers_of_a_group_are_stocks_and_an_idle_engines_drafter_helps(group: SpecGroup, truth: Any) -> None:
     requests, wanted, _ = truth
     assert ask(group, requests) == wanted
-    end = time.monotonic() + 600
-    while not all(one["drafter"] for one in group.status()["engines"].values()):
-        assert time.monotonic() < end
-        group._turn({})
-    before = group.status()["lent"]
-    matched: list[int] = []
+    await_that(group, lambda one: bool(one["drafter"]))
+    before, end = group.status()["lent"], time.monotonic() + 600
 
-    def look() -> bool:
-        busy = [name for name, one in group.status()["engines"].items() if one["lent"]]
-        for name in busy:
-            (state,) = group._one(name, "rpc", "drafters_state", [], {})
-            matched.extend(one["matched"] for one in state.values())
-        return False
+    def met() -> int:
+        return int(group._lending.status()["accepted_nodes"]) if group._lending else 0
 
-    once(group, look, lambda: None)
-    try:
-        # an answer may be over before what is lent to it has drafted
-        for number in itertools.count():
-            assert ask(group, anew(requests[1:2], number)) == wanted[1:2]
-            if max(matched, default=0) or time.monotonic() > end:
-                break
-    finally:
-        del group._take  # type: ignore[attr-defined]
-    assert group.status()["lent"] > before and max(matched, default=0) > 0
+    # an answer may be over before what is lent to it has drafted
+    for number in itertools.count():
+        assert ask(group, anew(requests[1:2], number)) == wanted[1:2]
+        if met() or time.monotonic() > end:
+            break
+    assert group.status()["lent"] > before and met() > 0
 
 
 @pytest.mark.parametrize("victim", ["the actor", "its engine"])
@@ -225,10 +215,7 @@ def test_requests_of_an_engine_killed_amid_a_batch_go_on_elsewhere(group: SpecGr
         return any(copy.gained for copy in group._driver.engines[name].running.values())
 
     once(group, is_amid, lambda: os.kill(killed.pid, signal.SIGKILL))
-    try:
-        assert ask(group, requests) == wanted
-    finally:
-        del group._take  # type: ignore[attr-defined]
+    assert ask(group, requests) == wanted
     assert group.status()["lost"] == lost + 1
     _, alive = psutil.wait_procs([actor, *below], timeout=60)
     assert not alive, "an engine's processes end with it"
@@ -242,7 +229,7 @@ def test_an_engine_that_comes_back_has_the_weights_that_were_pushed_meanwhile(
     requests, wanted, changed = truth
     os.kill(pid_of(group, "engine-1"), signal.SIGKILL)
     while group.status()["engines"]["engine-1"]["is_up"]:
-        group._turn({})
+        time.sleep(0.1)
     version = group.update_weights(weights_path=other)
     assert ask(group, requests) == changed
     await_all(group)
