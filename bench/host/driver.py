@@ -1,4 +1,4 @@
-"""What one driver costs its host: a group's decisions and reports, with stand-ins for the engines, at the product's beats.
+"""What one driver costs its host: decisions and reports of a group, with stand-ins for engines, at the product's beats.
 
 The stand-ins need no model and no Ray: a report is made in this process, 0.1 s after the one before. So the figure is
 the driver's own, with making the reports, and Ray's part of a call comes on top. A batch of 32 requests an engine runs
@@ -33,7 +33,7 @@ RATE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class DriverCost:
     """One ladder on so many engines."""
 
     engines: int
@@ -104,7 +104,7 @@ class StandIn:
         return {**own, "drafter": self.model and "ipc://there", "model": self.model, "verified": 0, "accepted": 0}
 
 
-class NoLines:
+class StandIns:
     """Calls of stand-ins (`driver.Lines`), eight to a host."""
 
     def __init__(self, engines: int) -> None:
@@ -140,9 +140,9 @@ class Timed(Driver):
         self.spent.append(time.thread_time() - begun)
 
 
-async def measure(engines: int, ladder: str, seconds: float, seed: int) -> Row:
+async def measure(engines: int, ladder: str, seconds: float, seed: int) -> DriverCost:
     """One batch."""
-    lines, rng = NoLines(engines), random.Random(seed)
+    lines, rng = StandIns(engines), random.Random(seed)
     driver = Timed(lines, list(lines.engines), Rules(ladder))
     driver.start()
     await driver.until(lambda: not driver.starting)
@@ -167,7 +167,7 @@ async def measure(engines: int, ladder: str, seconds: float, seed: int) -> Row:
     if helping is not None:
         helping.cancel()
     first, *others = sorted(driver.spent, reverse=True)
-    return Row(
+    return DriverCost(
         engines=engines,
         ladder=ladder,
         share=share,
@@ -186,11 +186,11 @@ async def _help(lending: Lending) -> None:
         lending.beat()
 
 
-def _asking(lines: NoLines, name: str) -> Any:
+def _asking(lines: StandIns, name: str) -> Any:
     return lambda method, args: asyncio.ensure_future(lines.call(name, "rpc", method, list(args), {}))
 
 
-def measured(settings: Mapping[str, Any]) -> Iterator[Row]:
+def measured(settings: Mapping[str, Any]) -> Iterator[DriverCost]:
     for engines in settings["engines"]:
         for ladder in LADDERS:
             yield asyncio.run(measure(engines, ladder, settings["seconds"], settings["seed"]))

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from vllm_specrollout.cluster.reports import Part
 from vllm_specrollout.errors import ConfigError, SpecRolloutError, shown
 
@@ -81,6 +83,9 @@ class Open:
     versions: list[tuple[int, int]] = field(default_factory=list)
     runs: int = 0
     losses: int = 0
+    # tokens that the answer is expected to have, and those at which that is asked for anew
+    expected: float = 0.0
+    asked_at: int = 0
 
     def begin(self, engine: str, version: int) -> list[int]:
         """It runs at an engine; [n] the tokens that it goes on behind."""
@@ -96,8 +101,9 @@ class Open:
     def extend(self, part: Part) -> None:
         """What came of it where it runs."""
         self.tokens += part.tokens
-        self.logprobs += part.logprobs
-        self.choices += part.choices
+        if part.logprobs:
+            self.logprobs += part.logprobs
+            self.choices += part.choices
 
     def lose(self) -> GroupError | None:
         """Its engine ended. Too often, and the request may be why: then it gets no answer."""
@@ -157,7 +163,7 @@ class RequestChecker:
 
     def _each(self, given: Any) -> list[Any]:
         """[n] of the answers to one prompt, as vLLM asks for them; with seeds, so that each goes on elsewhere."""
-        if not isinstance(given, Mapping) and not hasattr(given, "clone"):
+        if type(given) is not dict and not isinstance(given, Mapping) and not hasattr(given, "clone"):
             raise ConfigError(
                 f"`params` holds a {type(given).__name__}",
                 'give `SamplingParams` or its arguments, as {"max_tokens": 64}',
@@ -176,7 +182,7 @@ class RequestChecker:
 
 def _with(params: Any, **values: Any) -> Any:
     """The same parameters, but for these."""
-    if isinstance(params, Mapping):
+    if type(params) is dict or isinstance(params, Mapping):
         return {**params, **values}
     clone = params.clone()
     for name, value in values.items():
@@ -185,7 +191,9 @@ def _with(params: Any, **values: Any) -> Any:
 
 
 def _value(params: Any, name: str, default: Any = None) -> Any:
-    return params.get(name, default) if isinstance(params, Mapping) else getattr(params, name, default)
+    if type(params) is dict or isinstance(params, Mapping):
+        return params.get(name, default)
+    return getattr(params, name, default)
 
 
 def _problem(params: Any, tokens: Sequence[int]) -> str:
@@ -197,6 +205,10 @@ def _problem(params: Any, tokens: Sequence[int]) -> str:
 
 def _tokens(number: int, prompt: Sequence[int]) -> list[int]:
     """[P] token ids of a prompt, each in the range that engines know."""
+    if isinstance(prompt, (list, tuple)) and prompt and type(prompt[0]) is int:
+        many = np.asarray(prompt)  # a batch has millions of them
+        if many.dtype == np.int64 and many.min() >= 0 and many.max() < _MOST_TOKEN:
+            return many.tolist()
     try:
         found = [int(operator.index(token)) for token in prompt]
     except TypeError:

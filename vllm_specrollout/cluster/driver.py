@@ -26,9 +26,12 @@ logger = logging.getLogger("vllm.specrollout")
 BEAT_S = 0.1
 """Seconds between two reports of an engine, and between two decisions; an answer's end is told at once."""
 
-
 BEHIND = -1
 """Version of an engine that could not follow the group: it gets nothing until it has what comes next."""
+
+
+_STRIDE = 256
+"""Tokens of an answer after which its length is forecast anew."""
 
 
 class EngineLost(Exception):
@@ -86,8 +89,8 @@ class Driver:
         self.is_held = False
         """While weights arrive, nothing is given to anybody."""
         self._lines, self._prices, self._clock = lines, Prices(), clock
-        # (engine, run there) -> request; problem -> engine with its siblings
-        self._runs: dict[tuple[str, str], str] = {}
+        # run -> its request; problem -> engine with its siblings
+        self._runs: dict[str, Open] = {}
         self._homes: dict[str, str] = {}
         # engine -> when it last said something new
         self._heard: dict[str, float] = {}
@@ -170,7 +173,7 @@ class Driver:
 
     def _run(self, name: str, own: Open) -> None:
         answer = own.begin(name, self.wanted.version)
-        self._runs[name, own.key] = own.request
+        self._runs[own.key] = own
         self.engines[name].running[own.request] = Copy(len(own.prompt), len(answer), may_move=own.is_resumable)
         self._lines.send(name, "give", [Given(own.key, own.prompt, own.params, answer, own.lora)])
 
@@ -195,17 +198,22 @@ class Driver:
             self._prices.filled(tokens, seconds)
         if report.parts or not one.running:
             self._heard[name] = self._clock()
+        runs, running, is_known = self._runs, one.running, bool(self.lengths.num_known)
         for key, part in report.parts.items():
-            request = self._runs.get((name, key))
-            if request is None:
+            own = runs.get(key)
+            if own is None:
                 continue  # it was stopped here meanwhile
-            own, copy = self.open[request], one.running[request]
             own.extend(part)
-            copy.tokens += len(part.tokens)
-            copy.gained += len(part.tokens)
+            copy, count = running[own.request], len(part.tokens)
+            copy.tokens += count
+            copy.gained += count
             copy.steps += part.steps
-            if self.lengths.num_known:
-                copy.left = max(self._expected(own, copy.tokens) - copy.tokens, 1.0)
+            if is_known:
+                # an answer's forecast moves slowly, until it is outgrown
+                if copy.tokens >= own.asked_at:
+                    own.expected = self._expected(own, copy.tokens)
+                    own.asked_at = min(int(own.expected), copy.tokens + _STRIDE)
+                copy.left = max(own.expected - copy.tokens, 1.0)
             if part.finish:
                 self._end(name, own, part)
 
@@ -234,7 +242,7 @@ class Driver:
         if not own.engine:
             return
         name, own.engine = own.engine, ""
-        del self._runs[name, own.key], self.engines[name].running[own.request]
+        del self._runs[own.key], self.engines[name].running[own.request]
         if not is_over:
             self._lines.send(name, "cancel", [own.key])
 

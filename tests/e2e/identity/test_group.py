@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import shutil
 import signal
@@ -18,6 +19,10 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("ray")
 
+from vllm import SamplingParams
+from vllm.utils.network_utils import get_open_port
+
+from tests.e2e.identity import gloo
 from tests.e2e.identity.cases import cases
 from tests.e2e.identity.check import VOCAB
 from tests.e2e.identity.compare import run
@@ -80,7 +85,8 @@ def truth(path: str, other: str) -> tuple[list[Any], Tokens, Tokens]:
 @pytest.fixture(scope="module")
 def group(path: str, truth: Any) -> Iterator[SpecGroup]:
     """Two engines, each with a warm drafter, which is the target itself: what it drafts is met."""
-    settings = {**ENGINE, "kv_cache_memory_bytes": 1 << 27}
+    settings = {**ENGINE, "kv_cache_memory_bytes": 1 << 27, "weight_transfer_config": {"backend": gloo.NAME}}
+    settings["worker_extension_cls"] = "tests.e2e.identity.gloo.Extension"
     drafter = {**ENGINE, "kv_cache_memory_bytes": 1 << 26}
     with SpecGroup(
         path, ladder="attach", drafters=[path], engine=settings, drafter_engine=drafter, spec_rollout=DRAFTS
@@ -258,6 +264,48 @@ def test_weights_pushed_amid_a_batch_give_the_tokens_behind_those_that_had_come(
     assert switched, "some request had begun, and went on"
     group.update_weights(weights_path=path)
     assert ask(group, requests) == wanted
+
+
+def test_weights_that_another_process_sends_are_the_groups_and_who_is_begun_anew_loads_the_path(
+    group: SpecGroup, truth: Any, other: str, path: str
+) -> None:
+    requests, wanted, changed = truth
+    port, spawn = get_open_port(), multiprocessing.get_context("spawn")
+    turn = spawn.Semaphore(0)
+    trainer = spawn.Process(target=gloo.train, args=(port, 3, [other], turn), daemon=True)
+    trainer.start()
+    transfer = group.transfer(path=other)
+    transfer.init_weight_transfer_engine({"host": "127.0.0.1", "port": port, "rank_offset": 1, "world_size": 3})
+    transfer.start_weight_update()
+    turn.release()
+    transfer.update_weights({"shapes": gloo.shapes_of(other)})
+    version = transfer.finish_weight_update()
+    assert ask(group, requests) == changed
+    os.kill(pid_of(group, "engine-1"), signal.SIGKILL)
+    assert ask(group, requests) == changed
+    await_all(group)
+    assert group.status()["version"] == version and ask(group, requests) == changed
+    # the trainer ends before it has sent anything more
+    trainer.join(60.0)
+    transfer.start_weight_update()
+    transfer.abandon()
+    assert ask(group, requests) == changed
+    group.update_weights(weights_path=path)
+    assert ask(group, requests) == wanted
+
+
+def test_chances_texts_and_several_answers_are_vllms_own(group: SpecGroup, truth: Any, path: str) -> None:
+    params = {"n": 3, "seed": 11, "max_tokens": 12, "logprobs": 2, "temperature": 1.0}
+    found = group.generate([[3, 4, 5]], params)
+    with engine(path, "float32", is_ours=False, max_num_seqs=8) as stock:
+        (one,) = stock.llm.generate([{"prompt_token_ids": [3, 4, 5]}], SamplingParams(**params))
+    for ours, theirs in zip(found, one.outputs, strict=True):
+        assert ours.token_ids == tuple(theirs.token_ids) and ours.text == theirs.text
+        assert [set(own) for own in ours.choices] == [set(own) for own in theirs.logprobs]
+        for own, its in zip(ours.choices, theirs.logprobs, strict=True):
+            assert all(
+                abs(own[token][0] - its[token].logprob) < 1e-3 and own[token][1] == its[token].rank for token in own
+            )
 
 
 def test_rewards_epochs_and_sleep_reach_all_engines(group: SpecGroup, truth: Any) -> None:

@@ -104,6 +104,7 @@ class SpecGroup:
         needs = Needs(REPLICA, arguments, engines, has_drafters, places, beside, gpus, cpus, max_restarts)
         self._asking, self._drafter_engine, self._ranks = RequestChecker(seed), drafter_engine or {}, needs.ranks
         self._placement = Placement(needs)
+        self._turn = asyncio.Lock()
         self._is_closed, self._loop = False, asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="specrollout-group", daemon=True)
         try:
@@ -307,7 +308,10 @@ class SpecGroup:
         encoded = iter((await self._ask("encode", texts))[0] if texts else ())
         ended: asyncio.Queue[tuple[str, Answer | GroupError]] = asyncio.Queue()
         tokens = [next(encoded) if isinstance(one, str) else one for one in prompts]
-        asked = self._asking.ask(tokens, params, lora, lambda request, found: ended.put_nowait((request, found)))
+        async with self._turn:  # reports are heard while a large batch is looked through
+            asked = await asyncio.to_thread(
+                self._asking.ask, tokens, params, lora, lambda request, found: ended.put_nowait((request, found))
+            )
         places = {request: i for i, request in enumerate(asked)}
         driver.add(asked)
         try:
