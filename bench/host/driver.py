@@ -1,7 +1,7 @@
 """What one driver costs its host: decisions and reports of a group, with stand-ins for engines, at the product's beats.
 
-The stand-ins need no model and no Ray: a report is made in this process, 0.1 s after the one before. So the figure is
-the driver's own, with making the reports, and Ray's part of a call comes on top. A batch of 32 requests an engine runs
+The stand-ins need no model and no Ray: their reports are made in this process, and the time for that is taken out. So
+the figure is the driver's own, and Ray's part of a call comes on top. A batch of 32 requests an engine runs
 to its last answer or for so many seconds; lengths have a long tail. Run: `python -m bench.host.driver --out
 out/driver.json`, then `python docs/benchmarks.py driver out/driver.json`.
 """
@@ -28,8 +28,8 @@ from vllm_specrollout.cluster.reports import Given, Part, Report, Wanted
 ENGINES = (64, 256, 1024)
 REQUESTS, SAMPLES, TOKENS, SPREAD = 32, 8, 600, 1.0
 """Of an engine; answers to a problem; tokens of the median answer, and how far the logarithms scatter."""
-RATE = 16
-"""Tokens of a request between two reports: 160 a second."""
+RATE, SELDOM = 16, 5
+"""Tokens of a request in a beat: 160 a second; and beats between two reports of what goes on, as the product's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class DriverCost:
 
     engines: int
     ladder: str
-    # of one core, over the batch
+    # of one core, without the stand-ins
     share: float
     # ms of processor time: the mean decision, and the dearest one, which deals the batch
     decision_ms: float
@@ -55,8 +55,9 @@ class StandIn:
 
     def __init__(self, places: int) -> None:
         self.places, self.model = places, ""
-        # run -> tokens that it has yet to give, and those that it has given
+        # run -> tokens that it has yet to give, those that it has given, and those that were told
         self.live: dict[str, list[int]] = {}
+        self.beats = 0
         self.attached: dict[str, list[str]] = {}
 
     def answer(self, method: str, args: Sequence[Any]) -> Any:
@@ -78,19 +79,30 @@ class StandIn:
 
     def give(self, runs: Sequence[Given]) -> None:
         for run in runs:
-            self.live[run.key] = [run.params["max_tokens"] - len(run.answer), len(run.answer)]
+            self.live[run.key] = [run.params["max_tokens"] - len(run.answer), len(run.answer), len(run.answer)]
 
-    def report(self) -> Report:
-        parts = {}
-        for key, own in list(self.live.items()):
+    def advance(self) -> bool:
+        """A beat passes; whether there is a report of it."""
+        self.beats += 1
+        has_ended = False
+        for own in self.live.values():
             count = min(RATE, own[0])
             own[0] -= count
             own[1] += count
-            parts[key] = Part([7] * count, (), 4, "" if own[0] else "length")
+            has_ended = has_ended or not own[0]
+        return has_ended or not self.beats % SELDOM
+
+    def report(self) -> Report:
+        parts, is_whole = {}, not self.beats % SELDOM
+        for key, own in list(self.live.items()):
+            if is_whole or not own[0]:
+                parts[key] = Part([7] * (own[1] - own[2]), (), 20, "" if own[0] else "length")
+                own[2] = own[1]
             if not own[0]:
                 del self.live[key]
         batch = len(self.live)
-        return Report(parts, (batch, 4, 4 * (0.005 + 0.0006 * batch)) if batch else None, ((500, 0.015),))
+        pace = (batch, 20, 20 * (0.005 + 0.0006 * batch)) if batch and is_whole else None
+        return Report(parts, pace, ((500, 0.015),) if is_whole else ())
 
     def call(self, method: str, args: Sequence[Any]) -> Any:
         if method == "spec_rollout_warm":
@@ -109,19 +121,29 @@ class StandIns:
 
     def __init__(self, engines: int) -> None:
         self.engines = {f"engine-{i}": StandIn(2 * REQUESTS) for i in range(engines)}
-        self.reports = 0
+        self.reports, self.spent = 0, 0.0
 
     async def call(self, engine: str, method: str, *args: Any) -> Any:
-        if method == "report":
-            self.reports += 1
+        own, has_news = self.engines[engine], method != "report"
+        while not has_news:
             await asyncio.sleep(BEAT_S)
-        found = self.engines[engine].answer(method, args)
+            begun = time.thread_time()
+            has_news = own.advance()
+            self.spent += time.thread_time() - begun
+        self.reports += method == "report"
+        found = self._answer(engine, method, args)
         if args and args[0] == "spec_rollout_standing":
             found[0]["host"] = f"host {int(engine.removeprefix('engine-')) // 8}"
         return found
 
     def send(self, engine: str, method: str, *args: Any) -> None:
-        self.engines[engine].answer(method, args)
+        self._answer(engine, method, args)
+
+    def _answer(self, engine: str, method: str, args: Sequence[Any]) -> Any:
+        begun = time.thread_time()
+        found = self.engines[engine].answer(method, args)
+        self.spent += time.thread_time() - begun
+        return found
 
     def end(self, engine: str) -> None:
         raise NotImplementedError
@@ -159,10 +181,11 @@ async def measure(engines: int, ladder: str, seconds: float, seed: int) -> Drive
     params = [{"max_tokens": length, "seed": 0} for length in lengths]
     asked = RequestChecker(seed).ask(prompts, params, sink=found.__setitem__)
     begun, spent, driver.spent, lines.reports = time.monotonic(), time.thread_time(), [], 0
+    lines.spent = 0.0
     driver.add(asked)
     while len(found) < count and time.monotonic() - begun < seconds:
         await asyncio.sleep(BEAT_S)
-    share = (time.thread_time() - spent) / (time.monotonic() - begun)
+    share = (time.thread_time() - spent - lines.spent) / (time.monotonic() - begun)
     driver.stop(GroupError("it was long enough", ""))
     if helping is not None:
         helping.cancel()

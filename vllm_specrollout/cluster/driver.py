@@ -24,7 +24,7 @@ from vllm_specrollout.scheduling.lengths import MOST_PROBLEMS, Lengths
 logger = logging.getLogger("vllm.specrollout")
 
 BEAT_S = 0.1
-"""Seconds between two reports of an engine, and between two decisions; an answer's end is told at once."""
+"""Seconds between two decisions, and at least between two reports of an engine; what goes on is told more seldom."""
 
 BEHIND = -1
 """Version of an engine that could not follow the group: it gets nothing until it has what comes next."""
@@ -149,8 +149,10 @@ class Driver:
             for request, problem in waiting:
                 if problem not in forecasts:
                     forecasts[problem] = self._expected(self.open[request])
-        version = self.wanted.version
-        return decide(waiting, self.engines, version, self._homes, self.rules, self._prices, forecasts)
+        rules, version = self.rules, self.wanted.version
+        if rules.ladder == "attach":
+            rules = replace(rules, ladder="move")  # `Lending` does the rest, by what the engines themselves say
+        return decide(waiting, self.engines, version, self._homes, rules, self._prices, forecasts)
 
     def _expected(self, own: Open, tokens: int = 0) -> float:
         """Tokens that its answer is expected to have, which has so many now."""
@@ -158,7 +160,7 @@ class Driver:
 
     def _follow(self, command: Command) -> None:
         if isinstance(command, Attach):
-            return  # `Lending` does that, by what the engines themselves say
+            return
         own = self.open[command.request]
         if isinstance(command, Move):
             self.counts["moved"] += 1
@@ -296,8 +298,7 @@ class Driver:
         for name, one in self.engines.items():
             keys = [self.open[request].key for request in one.running]
             self._stop_all(name)
-            if keys:
-                self._lines.send(name, "cancel", keys)  # so that it reports at once
+            self._lines.send(name, "cancel", keys)  # so that it reports at once
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Until engines have got somewhere.

@@ -29,6 +29,8 @@ from vllm_specrollout.config.resuming import resumed
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.server.reports import abegin_epoch, areport_rewards
 
+SELDOM = 5
+"""Beats between two reports of what goes on."""
 _MOST_REASON = 1000  # characters
 _TORN = (-1, "", {})  # an update that nobody wants
 
@@ -66,8 +68,8 @@ class Replica:
         self._live: dict[str, _Generating] = {}
         self._fills: list[tuple[int, float]] = []
         self._news = asyncio.Event()
-        # when the requests that run were others the last time
-        self._changed_at = self._told_at = time.monotonic()
+        # when the requests that run were others the last time, when all was told, and when anything was
+        self._changed_at = self._told_at = self._heard_at = time.monotonic()
         given: dict[str, Any] = {"max_num_seqs": 32, **engine}
         if given.get("tensor_parallel_size", 1) * given.get("pipeline_parallel_size", 1) > 1:
             # in an actor, vLLM would place ranks by Ray, which has given the devices to this one
@@ -126,28 +128,35 @@ class Replica:
         if tasks:
             self._changed_at = time.monotonic()
             await asyncio.wait(tasks)
-            self._news.set()
+        self._news.set()  # whoever cancels may wait for the report
 
     async def report(self, beat_s: float) -> Report:
-        """What came within a beat, sooner where an answer is complete. Whoever asks again at once hears all."""
+        """What came since the last report: after a beat where an answer is complete, and else after some beats.
+
+        What goes on is told seldom, as nothing hurries with it: so a driver has time for many engines.
+        """
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._news.wait(), beat_s)
+            await asyncio.wait_for(self._news.wait(), SELDOM * beat_s)
+        # ends of one beat come together
+        await asyncio.sleep(max(self._heard_at + beat_s - time.monotonic(), 0.0))
         self._news.clear()
         now, parts, most = time.monotonic(), {}, 0
+        self._heard_at, is_whole = now, now - self._told_at >= SELDOM * beat_s
         pace, count = None, len(self._live)
         for key, own in list(self._live.items()):
-            if own.tokens or own.finish:
+            if own.finish or (is_whole and own.tokens):
                 reason, text = own.reason, own.text
                 parts[key] = Part(own.tokens, own.logprobs, own.steps, own.finish, reason, text, own.choices)
                 most = max(most, own.steps)
                 own.tokens, own.logprobs, own.choices, own.steps = [], [], [], 0
             if own.finish:
                 del self._live[key]
-        if most and self._changed_at <= self._told_at:
+        if is_whole and most and self._changed_at <= self._told_at:
             pace = (count, most, now - self._told_at)
         if len(self._live) < count:
             self._changed_at = now
-        self._told_at = now
+        if is_whole:
+            self._told_at = now
         fills, self._fills = self._fills, []
         return Report(parts, pace, fills)
 
