@@ -47,8 +47,8 @@ class World:
         self.there: dict[str, deque[Call]] = {name: deque() for name in names}
         self.back: dict[str, deque[tuple[Call, Any]]] = {name: deque() for name in names}
         self.driver = Unhurried(self, names, rules, clock=lambda: self.now)
-        # those whose death met no call: the next one does
-        self.unnoticed: set[str] = set()
+        # engine whose death nobody has heard of yet -> whether it met no call, so that the next one meets it
+        self.unnoticed: dict[str, bool] = {}
         self.asking, self.found = RequestChecker(0), dict[str, Answer | GroupError]()
         self.transfer = Transfer(self.driver, self, 1, "", lambda what: what)
         self.driver.start()
@@ -57,8 +57,7 @@ class World:
 
     def call(self, engine: str, method: str, *args: Any) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        is_lost = engine not in self.alive or (engine in self.unnoticed and method != "admit")
-        self.unnoticed.discard(engine)
+        is_lost = engine not in self.alive or (self.unnoticed.pop(engine, False) and method != "admit")
         if is_lost:
             future.set_exception(EngineLost("killed"))
         else:
@@ -87,8 +86,8 @@ class World:
             self.alive[name] = Engine(self.rng.choice([1, 2, 4]))
         else:
             del self.alive[name]
-        if not any(future is not None for future, _, _ in lost):
-            self.unnoticed.add(name)
+        if not any(method == "admit" for _, method, _ in lost):
+            self.unnoticed[name] = not any(future is not None for future, _, _ in lost)
         for call in lost:
             # being admitted is asked of the next life as well
             if call[1] == "admit" and name in self.alive:
