@@ -102,7 +102,7 @@ class StandIn:
                 del self.live[key]
         batch = len(self.live)
         pace = (batch, 20, 20 * (0.005 + 0.0006 * batch)) if batch and is_whole else None
-        return Report(parts, pace, ((500, 0.015),) if is_whole else ())
+        return Report(parts, pace, (500, 0.015) if is_whole else (0, 0.0))
 
     def call(self, method: str, args: Sequence[Any]) -> Any:
         if method == "spec_rollout_warm":

@@ -40,13 +40,12 @@ class _Generating:
     """A run: what came of it and was not told yet."""
 
     task: asyncio.Task[None]
-    # tokens that its prefill computes, and when it was given
-    context: int
-    begun_at: float
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     choices: list[dict[int, tuple[float, int]]] = field(default_factory=list)
     steps: int = 0
+    # nothing of it was told yet
+    is_new: bool = True
     finish: str = ""
     reason: str = ""
     text: str = ""
@@ -66,7 +65,8 @@ class Replica:
             os.environ.pop(name, None)
         self._at = Wanted()
         self._live: dict[str, _Generating] = {}
-        self._fills: list[tuple[int, float]] = []
+        # tokens of prompts and their seconds, as they were told last
+        self._filled: tuple[int, float] = (0, 0.0)
         self._news = asyncio.Event()
         # when the requests that run were others the last time, when all was told, and when anything was
         self._changed_at = self._told_at = self._heard_at = time.monotonic()
@@ -99,6 +99,7 @@ class Replica:
         if wanted.asleep and self._at.asleep != wanted.asleep:
             await self.llm.sleep(wanted.asleep)
         self._at = wanted
+        await self._prefills()  # from now on they are counted
         return wanted.version, int(self.llm.vllm_config.scheduler_config.max_num_seqs)
 
     async def transfer(self, method: str, kwargs: Mapping[str, Any]) -> None:
@@ -115,10 +116,10 @@ class Replica:
 
     async def give(self, runs: Sequence[Given]) -> None:
         """Run these as well."""
-        self._changed_at = now = time.monotonic()
+        self._changed_at = time.monotonic()
         for run in runs:
             task = asyncio.ensure_future(self._run(run))
-            self._live[run.key] = _Generating(task, len(run.prompt) + len(run.answer), now)
+            self._live[run.key] = _Generating(task)
 
     async def cancel(self, keys: Sequence[str]) -> None:
         """End these runs; their KV blocks are free before the next step. Those that have ended are left alone."""
@@ -142,13 +143,13 @@ class Replica:
         self._news.clear()
         now, parts, most = time.monotonic(), {}, 0
         self._heard_at, is_whole = now, now - self._told_at >= SELDOM * beat_s
-        pace, count = None, len(self._live)
+        pace, count, has_filled = None, len(self._live), False
         for key, own in list(self._live.items()):
             if own.finish or (is_whole and own.tokens):
                 reason, text = own.reason, own.text
                 parts[key] = Part(own.tokens, own.logprobs, own.steps, own.finish, reason, text, own.choices)
-                most = max(most, own.steps)
-                own.tokens, own.logprobs, own.choices, own.steps = [], [], [], 0
+                most, has_filled = max(most, own.steps), has_filled or own.is_new
+                own.tokens, own.logprobs, own.choices, own.steps, own.is_new = [], [], [], 0, False
             if own.finish:
                 del self._live[key]
         if is_whole and most and self._changed_at <= self._told_at:
@@ -157,8 +158,7 @@ class Replica:
             self._changed_at = now
         if is_whole:
             self._told_at = now
-        fills, self._fills = self._fills, []
-        return Report(parts, pace, fills)
+        return Report(parts, pace, await self._prefills() if has_filled else (0, 0.0))
 
     async def rewards(self, rewards: Mapping[str, float]) -> int:
         """How many of these runs are known."""
@@ -189,9 +189,6 @@ class Replica:
             lora = LoRARequest(**run.lora) if isinstance(run.lora, Mapping) else run.lora
             async for output in self.llm.generate({"prompt_token_ids": prompt}, own, run.key, lora_request=lora):
                 one = output.outputs[0]
-                if not live.steps and live.context:
-                    self._fills.append((live.context, time.monotonic() - live.begun_at))
-                    live.context = 0
                 live.steps += 1
                 answer += one.token_ids
                 live.tokens += one.token_ids
@@ -222,6 +219,15 @@ class Replica:
             return None
         found = self.llm.get_tokenizer()
         return await found if inspect.isawaitable(found) else found
+
+    async def _prefills(self) -> tuple[int, float]:
+        """Tokens of prompts that were computed since this was asked last, and how much longer steps took for them."""
+        try:
+            found = next(one for one in await self.rpc("spec_rollout_prefills") if one)
+        except EngineDeadError:
+            os._exit(1)
+        before, self._filled = self._filled, (int(found["tokens"]), float(found["seconds"]))
+        return self._filled[0] - before[0], self._filled[1] - before[1]
 
 
 def _tell(live: _Generating, output: Any, *, all_of: bool) -> None:
