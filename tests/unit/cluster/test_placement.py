@@ -20,7 +20,7 @@ def needs(
     def parsed(names: list[str] | None) -> list[Devices] | None:
         return None if names is None else [parse_devices("devices", name) for name in names]
 
-    given: dict[str, Any] = {"gpus": None, "cpus": 1.0, "max_restarts": 0, "engine": {}, "drafter_engine": {}, **more}
+    given: dict[str, Any] = {"gpus": None, "cpus": 1.0, "max_restarts": 0, "engine": {}, **more}
     return Needs(
         replica="",
         count=count,

@@ -23,6 +23,6 @@ def test_each_engine_sees_gpus_of_its_own_and_its_drafter_the_one_behind_them(mo
             seen = [own[0]["CUDA_VISIBLE_DEVICES"].split(",") for own in group.collective_rpc("env")]
             assert sorted(gpu for own in seen for gpu in own) == ["0", "1", "2", "3", "4", "5"]
             assert [len(own) for own in seen] == [3, 3]
-            assert group.collective_rpc("drafter") == [[["cuda:2"]], [["cuda:2"]]]
+            assert [list(own) for own in group._placement.drafters.values()] == [["cuda:2"], ["cuda:2"]]
     finally:
         ray.shutdown()

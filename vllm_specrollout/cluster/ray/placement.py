@@ -42,9 +42,8 @@ class Needs:
 
     # module and class of what runs in the actor
     replica: str
-    # arguments of vLLM's engine, and of the drafters'
+    # arguments of vLLM's engine
     engine: Mapping[str, Any]
-    drafter_engine: Mapping[str, Any]
     count: int
     # whether a drafter may run beside each engine
     has_drafters: bool
@@ -84,6 +83,8 @@ class Placement:
     def __init__(self, needs: Needs) -> None:
         self.actors: dict[str, Any] = {}
         """Engine -> its actor."""
+        self.drafters: dict[str, Sequence[str]] = {}
+        """Engine -> devices of its drafter, as its process counts them."""
         self._bundles: Any = None
         self._owns_ray = _connect(max(os.cpu_count() or 1, math.ceil(needs.count * needs.cpus)))
         try:
@@ -94,6 +95,7 @@ class Placement:
             self._bundles = placement_group(bundles, "PACK")
             for i, place in enumerate(places):
                 self.actors[f"engine-{i}"] = self._begin(needs, i, place)
+                self.drafters[f"engine-{i}"] = place.drafter
         except BaseException:
             self.close()
             raise
@@ -107,7 +109,7 @@ class Placement:
             max_task_retries=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._bundles, index),
             runtime_env={"env_vars": dict(place.environment)},
-        ).remote(needs.replica, dict(needs.engine), dict(needs.drafter_engine), list(place.drafter))
+        ).remote(needs.replica, dict(needs.engine))
 
     def wait(self, most_s: float) -> None:
         """Until Ray has set aside what the actors need.
