@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from vllm_specrollout.cluster.batch import Answer, GroupError, Open
+from vllm_specrollout.cluster.batch import Answer, BeginError, GroupError, Open
 from vllm_specrollout.cluster.histopipe import homes_of_step
 from vllm_specrollout.cluster.ladder import Attach, Command, Copy, Engine, Move, Prices, Rules, decide
 from vllm_specrollout.cluster.reports import Given, Part, Report, Wanted
@@ -258,7 +258,15 @@ class Driver:
         self.heard[name] = self._clock()
 
     def refuse(self, name: str, error: SpecRolloutError) -> None:
-        """It could not get to where the group is."""
+        """It could not get to where the group is.
+
+        Raises:
+            GroupError: it could not be begun, and no other engine is left.
+        """
+        if isinstance(error, BeginError):
+            self.engines[name].version = None
+            self.lose(name, error.cause)
+            return
         self.engines[name].version, self.reasons[name] = BEHIND, error.cause
 
     def lose(self, name: str, reason: str) -> None:

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import inspect
 import os
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,8 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_specrollout.cluster.child import Command, WarmDrafter
+from vllm_specrollout.cluster.leftovers import note_shared
+from vllm_specrollout.cluster.mail import reach
 from vllm_specrollout.cluster.reports import Given, Part, Report, Wanted
 from vllm_specrollout.config import envs
 from vllm_specrollout.config.resuming import resumed
@@ -51,14 +51,12 @@ class Replica:
     Args:
         engine: arguments of vLLM's engine, `spec_rollout` among them.
         drafter_engine: arguments of the engine of a drafter beside it.
-        drafter_devices: such as `cpu:2` or `cuda:1`, as this process counts them.
     """
 
     def __init__(
         self,
         engine: Mapping[str, Any],
         drafter_engine: Mapping[str, Any] | None = None,
-        drafter_devices: Sequence[str] = (),
     ) -> None:
         # the engine's processes outlive one that is killed, and keep its memory
         os.environ[envs.ENDS_WITH_PARENT] = "1"
@@ -77,8 +75,8 @@ class Replica:
             # in an actor, vLLM would place ranks by Ray, which has given the devices to this one
             given.setdefault("distributed_executor_backend", "mp")
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**given))
-        self._warm: WarmDrafter | None = None
-        self._drafter_engine, self._drafter_devices = drafter_engine or {}, drafter_devices
+        note_shared()
+        self._drafter_engine, self._has_drafter = drafter_engine or {}, False
 
     async def admit(self, wanted: Wanted) -> tuple[int, int]:
         """Get to where the group is: (version, requests that it runs at once). What runs is of no use any more.
@@ -100,8 +98,9 @@ class Replica:
         return wanted.version, int(self.llm.vllm_config.scheduler_config.max_num_seqs)
 
     async def warm(self, model: str) -> None:
-        """Begin a drafter, to be lent or to race with."""
-        self._warm = self._warm or WarmDrafter(Command.of(model, self._drafter_devices, self._drafter_engine))
+        """Begin a drafter beside this engine, to be lent while it is idle."""
+        await self._worker("spec_rollout_warm", model, [], dict(self._drafter_engine))
+        self._has_drafter = True
 
     async def give(self, runs: Sequence[Given]) -> None:
         """Run these as well."""
@@ -139,7 +138,7 @@ class Replica:
             self._changed_at = now
         self._told_at = now
         fills, self._fills = self._fills, []
-        return Report(parts, pace, fills, self._drafter())
+        return Report(parts, pace, fills, await self._drafter())
 
     async def attach(self, lender: str, address: str, requests: Sequence[str]) -> str:
         """Have a drafter draft for these runs alone; none: let go of it. What was wrong comes back; empty: nothing."""
@@ -171,12 +170,10 @@ class Replica:
         return os.getpid()
 
     async def host(self) -> str:
-        return socket.gethostname()
+        return reach()
 
     def close(self) -> None:
-        """End the engine and the drafter."""
-        if self._warm is not None:
-            self._warm.stop()
+        """End the engine, and its drafter with it."""
         self.llm.shutdown()
 
     async def _run(self, run: Given) -> None:
@@ -208,8 +205,11 @@ class Replica:
         found = await self.rpc(method, args)
         return next((one for one in found if one), {})
 
-    def _drafter(self) -> str:
-        return "" if self._warm is None else self._warm.address
+    async def _drafter(self) -> str:
+        """Where the drafter serves; empty while it sleeps, as it does beside an engine that works."""
+        if not self._has_drafter or self._live or self._at.asleep:
+            return ""
+        return str((await self._worker("spec_rollout_standing")).get("drafter", ""))
 
 
 def sampling(given: Any) -> SamplingParams:

@@ -78,10 +78,10 @@ class Engine:
 class Replica:
     """As `vllm_specrollout.server.replica.Replica` is asked."""
 
-    def __init__(self, engine: Mapping[str, Any], drafter_engine: Mapping[str, Any], devices: Any) -> None:
+    def __init__(self, engine: Mapping[str, Any], drafter_engine: Mapping[str, Any]) -> None:
         if engine.get("refuses"):
             raise ValueError("no such model")
-        self._own, self._devices = Engine(engine.get("max_num_seqs", 4)), devices
+        self._own = Engine(engine.get("max_num_seqs", 4))
         self._profiles = engine.get("profiles", [])
         self._news, self._is_stuck = asyncio.Event(), False
         self._task: asyncio.Task[None] | None = None
@@ -125,7 +125,6 @@ class Replica:
             "at": self._own.at,
             "attached": self._own.attached,
             "env": dict(os.environ),
-            "drafter": self._devices,
         }
         if method == "spec_rollout_profiles":
             return [self._profiles, []]

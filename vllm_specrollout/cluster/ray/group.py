@@ -21,6 +21,7 @@ from vllm_specrollout.cluster.ladder import LADDERS, Rules
 from vllm_specrollout.cluster.planner import choose_ladder
 from vllm_specrollout.cluster.profiles import DrafterProfile
 from vllm_specrollout.cluster.ray.placement import Needs, Placement
+from vllm_specrollout.config.arguments import check_engine, check_name
 from vllm_specrollout.config.checks import check_choice, check_range
 from vllm_specrollout.config.devices import Devices, check_apart, parse_devices
 from vllm_specrollout.errors import ConfigError, SpecRolloutError
@@ -83,7 +84,6 @@ class SpecGroup:
         spec_rollout: drafting, as `LLM` takes it.
         devices: of each engine, as `["cuda:0,1", "cuda:2,3"]` or `["cpu:0-3", "cpu:4-7"]`; unset: Ray's to choose where
             it has GPUs, and equal shares of the cores where it has none.
-        drafter_devices: of each engine's drafter; unset: the engine's cores, or one more GPU of Ray's.
         gpus, cpus: of each engine that Ray counts; `gpus` unset: one for each rank where Ray has GPUs.
         drafter_engine: arguments of the drafters' engines.
         most: requests of others that one engine helps with.
@@ -107,7 +107,6 @@ class SpecGroup:
         engine: Mapping[str, Any] | None = None,
         spec_rollout: bool | Mapping[str, Any] = True,
         devices: Sequence[str] | None = None,
-        drafter_devices: Sequence[str] | None = None,
         gpus: float | None = None,
         cpus: float = 1.0,
         drafter_engine: Mapping[str, Any] | None = None,
@@ -122,15 +121,18 @@ class SpecGroup:
         _check(engines, ladder, models, spec_rollout, most, is_auto=is_auto)
         for name, value in (("patience_s", patience_s), ("start_s", start_s)):
             check_range(name, value, 1.0, 86400.0)
-        places, beside = _both_places(devices, drafter_devices, engines)
-        has_drafters = is_auto or bool(models)
-        if has_drafters:
+        places = _places(devices, engines)
+        if is_auto or models:
             # an engine takes no drafters otherwise
             given = dict(spec_rollout) if isinstance(spec_rollout, Mapping) else {}
             spec_rollout = {"placement": "decoupled"} | given
         arguments = {**(engine or {}), "model": model, "spec_rollout": spec_rollout}
+        check_engine(arguments)
+        check_engine(drafter_engine or {}, "drafter_engine")
+        for i, one in enumerate((model, *models)):
+            check_name(one, "drafters" if i else "model")
         needs = Needs(
-            *(REPLICA, arguments, drafter_engine or {}, engines, has_drafters, places, beside),
+            *(REPLICA, arguments, drafter_engine or {}, (model, *models), engines, places),
             *(gpus, cpus, max_restarts),
         )
         self._asking, self._patience_s = RequestChecker(seed), patience_s
@@ -376,24 +378,15 @@ class SpecGroup:
         return _get(self._calls.send(name, method, *args))
 
 
-def _places(name: str, devices: Sequence[str] | None, engines: int) -> list[Devices] | None:
+def _places(devices: Sequence[str] | None, engines: int) -> list[Devices] | None:
     """Of each engine."""
     if devices is None:
         return None
     if len(devices) != engines:
-        raise ConfigError(f"`{name}` names {len(devices)} places for {engines} engines", "name one for each")
-    return [parse_devices(name, one) for one in devices]
-
-
-def _both_places(
-    devices: Sequence[str] | None, drafter_devices: Sequence[str] | None, engines: int
-) -> tuple[list[Devices] | None, list[Devices] | None]:
-    """Of each engine, and of each one's drafter."""
-    places, beside = _places("devices", devices, engines), _places("drafter_devices", drafter_devices, engines)
-    if beside is not None and places is None:
-        raise ConfigError("`drafter_devices` is given, and `devices` is not", "name both, or neither")
-    check_apart("devices", [*(places or ()), *(beside or ())])
-    return places, beside
+        raise ConfigError(f"`devices` names {len(devices)} places for {engines} engines", "name one for each")
+    places = [parse_devices("devices", one) for one in devices]
+    check_apart("devices", places)
+    return places
 
 
 def _said(error: Exception) -> str:
