@@ -30,7 +30,7 @@ from .decoupled import QUARTER, SMALL
 
 AUTO = "auto"
 NONE, NGRAM = "none", "ngram"
-_COUNTS = ("moved", "raced", "lent")
+_COUNTS = ("moved", "lent")
 _MANY = 240  # problems of a whole batch, as a trainer has them; those that run here are the longest and some others
 
 
@@ -57,9 +57,8 @@ class Row:
     chosen: str
     identical: bool
     difference: str | None
-    # of all rounds: requests that an idle engine took over or ran as well, and drafters that were lent
+    # of all rounds: requests that an idle engine took over, and drafters that were lent
     moved: int
-    raced: int
     lent: int
     # seconds, median over rounds; None where an output is not stock's, as below
     makespan_s: float | None = None
@@ -127,7 +126,7 @@ class Ladder(EngineScenario):
     size: str = flag("150M", "The policy's cost: that of a model of 30M, 150M or 400M.")
     workers: int = flag(4, "Engines, each on one core; where there are more than cores, they share.", within=(2, 64))
     ladders: tuple[str, ...] = flag(
-        ("off", "move", "race", "attach", AUTO), "Compared with the first.", "--ladder", choices=(*LADDERS, AUTO)
+        ("off", "move", "attach", AUTO), "Compared with the first.", "--ladder", choices=(*LADDERS, AUTO)
     )
     drafter: str = flag(
         SMALL, "What is lent: a quarter of the target's cost, or a small one.", choices=(QUARTER, SMALL)

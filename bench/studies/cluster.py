@@ -62,9 +62,9 @@ class Outcome:
 
     # [N] ms at which each answer ended; nan before that
     finish_ms: Floats
-    # of commands and resubmissions by kind; `races won`
+    # of commands and resubmissions by kind
     counts: Counter[str] = field(default_factory=Counter)
-    # tokens that copies generated, of all together
+    # tokens that were generated
     tokens: float = 0.0
     busy_ms: float = 0.0
     # processor time of this process in `decide`
@@ -143,7 +143,7 @@ class _Batch:
         levels = np.clip(np.round(work.acceptance * _LEVELS) / _LEVELS, 0.0, 1.0 - 0.5 / _LEVELS)
         self._acceptance = dict(zip(self._length, levels.T.tolist(), strict=True))
         self._workers = {f"e{i}": _Worker(f"e{i}", f"h{i // site.per_host}", site.places) for i in range(site.engines)}
-        # request -> engines that run it, the first one is its home; tokens that the driver has heard
+        # request -> engine that runs it, if any; tokens that the driver has heard
         self._owners: dict[str, list[str]] = {request: [] for request in self._length}
         self._heard = dict.fromkeys(self._length, 0.0)
         self._waiting = [request for request in self._length if request not in first]
@@ -241,16 +241,11 @@ class _Batch:
             pace.end = worker.steps + (self._length[request] - pace.tokens) / pace.each
 
     def _end(self, worker: _Worker) -> None:
-        """Answers that are complete; the first copy ends all others."""
+        """Answers that are complete."""
         self._advance(worker)
         for request in [r for r, pace in worker.paces.items() if pace.end <= worker.steps + _ROUNDING]:
             self._finish[request] = self._now
-            owners = list(self._owners[request])
-            self._outcome.counts["races won"] += owners[0] != worker.name
-            for name in owners:
-                self._leave(self._workers[name], request)
-                if name != worker.name:
-                    self._replan(self._workers[name], is_lent_anew=False)
+            self._leave(worker, request)
         self._replan(worker, is_lent_anew=False)
 
     def _beat(self, _: None) -> None:

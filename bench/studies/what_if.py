@@ -16,17 +16,17 @@ from vllm_specrollout.bench.studies.formulas import StepLine
 from vllm_specrollout.bench.studies.group import Workload
 from vllm_specrollout.bench.studies.report import Cell, Number, ResultTable, Share, StudyReport
 
-from vllm_specrollout.cluster import histopipe, ladder
+from vllm_specrollout.cluster import dealing, ladder
 from vllm_specrollout.scheduling.lengths import Lengths
 
 ARMS = {
     "plain": ("off", False, False),
     "drafts": ("off", True, False),
     "by forecast": ("off", True, True),
-    "race": ("race", True, True),
+    "move": ("move", True, True),
     "attach": ("attach", True, True),
 }
-"""Arm -> its ladder, whether anything is drafted, and whether problems are placed by `histopipe.deal`."""
+"""Arm -> its ladder, whether anything is drafted, and whether problems are placed by `dealing.deal`."""
 
 
 class WhatIfInputs(AnswersInputs):
@@ -103,8 +103,8 @@ def dealt(inputs: WhatIfInputs, engines: int, forecasts: dict[str, float] | None
     requests = [(f"r{i}", f"p{i // samples}") for i in range(engines * each)]
     if forecasts is None:
         return {request: f"e{i // each}" for i, (request, _) in enumerate(requests)}
-    rooms = {f"e{i}": histopipe.Room(2 * each) for i in range(engines)}
-    return histopipe.deal(requests, rooms, forecasts)
+    rooms = {f"e{i}": dealing.Room(2 * each) for i in range(engines)}
+    return dealing.deal(requests, rooms, forecasts)
 
 
 def run_arm(
@@ -117,14 +117,14 @@ def run_arm(
 
 
 def run(inputs: WhatIfInputs, seed: int) -> StudyReport:
-    """Ours on 8 to 10,000 engines: history or head, ladders off, race and attach, and failures.
+    """Ours on 8 to 10,000 engines: history or head, ladders off, move and attach, and failures.
 
     All arms of one number of engines have the same answers.
     """
     figures: dict[str, float] = {}
     scaled = tuple(_scaled(inputs, seed, figures))
     failing = tuple(_failing(inputs, seed, figures))
-    columns = ("engines", "drafter", "arm", "s", "of plain", "idle", "moved", "raced", "won", "lent", "decide s")
+    columns = ("engines", "drafter", "arm", "s", "of plain", "idle", "moved", "lent", "decide s")
     return StudyReport(
         title="What if: a 7B model, one GPU per engine, long-tailed answers",
         tables=(
@@ -151,14 +151,14 @@ def _scaled(inputs: WhatIfInputs, seed: int, figures: dict[str, float]) -> Itera
                 seconds = figures[f"{engines} {drafter} {arm} s"] = done.makespan_ms / 1e3
                 plain = figures[f"{engines} history plain s"]
                 idle = 1.0 - done.busy_ms / (engines * done.makespan_ms)
-                counts = [str(done.counts[name]) for name in ("move", "run", "races won", "attach")]
+                counts = [str(done.counts[name]) for name in ("move", "attach")]
                 cells = (f"{seconds:.1f}", f"{plain / seconds:.2f}x", f"{idle:.0%}", *counts, f"{done.decide_s:.1f}")
                 yield (str(engines), drafter if arm != "plain" else "-", arm, *cells)
 
 
 def _failing(inputs: WhatIfInputs, seed: int, figures: dict[str, float]) -> Iterator[tuple[Cell, ...]]:
     host = int(inputs.per_host)
-    for engines, arm in itertools.product(map(int, inputs.failing), ("by forecast", "race")):
+    for engines, arm in itertools.product(map(int, inputs.failing), ("by forecast", "attach")):
         whole = run_arm(inputs, engines, "history", arm, seed).makespan_ms
         # the engines with the longest problems: those come first
         sizes = {"a host": host, "a rack": min(host * int(inputs.hosts_per_rack), engines // 2)}

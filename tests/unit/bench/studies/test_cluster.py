@@ -46,22 +46,21 @@ def test_contexts_are_computed_before_the_first_step():
     assert filled.makespan_ms == pytest.approx(plain.makespan_ms + 50.0)
 
 
-def test_a_straggler_is_raced_by_or_drafted_for_from_an_engine_that_is_idle():
+def test_a_straggler_is_drafted_for_from_an_engine_that_is_idle():
     work = mixed([4000, 10], [0.1, 0.9], 0.9)
-    alone, race, attach = (simulate(work, site(mode=mode, drafts=True), on(1, 1)) for mode in ("off", "race", "attach"))
-    assert race.counts["races won"] == 1 and race.counts["run"] >= 1
+    alone, attach = (simulate(work, site(mode=mode, drafts=True), on(1, 1)) for mode in ("off", "attach"))
     assert attach.counts["attach"] >= 1 and attach.tokens == pytest.approx(4010)
-    assert max(race.makespan_ms, attach.makespan_ms) < 0.7 * alone.makespan_ms
+    assert attach.makespan_ms < 0.7 * alone.makespan_ms
 
 
 def test_half_of_a_batch_moves_where_smaller_batches_repay_the_prefill():
     # a request costs as much as the whole rest of a step
     dear = StepLine(base=5.0, request=5.0)
     works = mixed([4000] * 4 + [10], 0.0, 0.0)
-    off, race = (
-        simulate(works, Site(**{**_fields(site(mode=mode)), "verifier": dear}), on(4, 1)) for mode in ("off", "race")
+    off, move = (
+        simulate(works, Site(**{**_fields(site(mode=mode)), "verifier": dear}), on(4, 1)) for mode in ("off", "move")
     )
-    assert race.counts["move"] >= 2 and race.makespan_ms < 0.8 * off.makespan_ms
+    assert move.counts["move"] >= 2 and move.makespan_ms < 0.8 * off.makespan_ms
 
 
 def _fields(one):
@@ -94,7 +93,7 @@ def test_answers_of_a_failed_engine_go_on_elsewhere_from_where_they_were():
 @given(
     lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=20),
     engines=st.integers(1, 5),
-    mode=st.sampled_from(ladder.LADDERS),
+    mode=st.sampled_from(("off", "move", "attach")),
     drafts=st.booleans(),
     failures=st.lists(st.tuples(st.floats(0.0, 9000.0), st.integers(0, 5), st.integers(1, 5)), max_size=4),
     seed=st.integers(0, 9),
@@ -107,6 +106,4 @@ def test_a_failure_of_any_engines_at_any_time_loses_no_request(lengths, engines,
     setting = site(engines, mode, drafts=drafts, failures=failed, restart_ms=500.0, prefill_ms=0.02, prompt=50)
     done = simulate(work, setting, first)
     assert np.isfinite(done.finish_ms).all() and (done.finish_ms > 0.0).all()
-    assert done.tokens >= sum(lengths) * (1 - 1e-6) - 1e-3
-    if mode != "race":
-        assert done.tokens == pytest.approx(sum(lengths), abs=1e-3), "nothing is generated twice"
+    assert done.tokens == pytest.approx(sum(lengths), abs=1e-3), "nothing is generated twice"
