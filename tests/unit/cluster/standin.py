@@ -78,7 +78,7 @@ class Engine:
 class Replica:
     """As `vllm_specrollout.server.replica.Replica` is asked."""
 
-    def __init__(self, engine: Mapping[str, Any], drafter_engine: Mapping[str, Any]) -> None:
+    def __init__(self, engine: Mapping[str, Any], *rest: Any) -> None:
         if engine.get("refuses"):
             raise ValueError("no such model")
         self._own = Engine(engine.get("max_num_seqs", 4))
@@ -130,6 +130,8 @@ class Replica:
             return [self._profiles, []]
         if method == "spec_rollout_history":
             return [{"store": dict.fromkeys(("epoch", "lowest"), self._own.at.epoch or 0)}, {}]
+        if method == "spec_rollout_standing":
+            return [{}]
         return [state.get(method)]
 
     def close(self) -> None:
