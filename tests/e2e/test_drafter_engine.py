@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 pytest.importorskip("vllm")
@@ -14,7 +15,7 @@ pytest.importorskip("vllm")
 from tests.e2e.identity.check import VOCAB
 from tests.e2e.identity.engines import engine, model
 from tests.e2e.short_context import with_context
-from vllm_specrollout.cluster.messages import VERSION, Drafted, Hello, Message, Opened, Told, ints, longs
+from vllm_specrollout.cluster.messages import VERSION, Drafted, Hello, Message, Opened, Rest, Told, ints, longs
 from vllm_specrollout.cluster.serving import Serving
 from vllm_specrollout.worker.drafter_engine import DrafterEngine
 
@@ -199,6 +200,34 @@ def test_exits_are_drafted_behind_while_few_requests_run(desk: Desk, sampled: di
     parents_of_exits = {i for i, node in enumerate(nodes) if node[2] > 0}
     assert any(node[1] in parents_of_exits for node in nodes), "an exit has something behind it"
     assert all(node[3] <= 0.0 for node in nodes) and len(nodes) <= 64
+
+
+def test_asleep_it_holds_its_weights_alone_and_awake_it_draws_as_before(
+    desk: Desk, made: DrafterEngine, sampled: dict[str, list[int]]
+) -> None:
+    answer, process = sampled["plain"], psutil.Process()
+
+    def is_drafted(handle: int) -> bool:
+        desk.tell((opened(handle, [*PROMPT, *answer[:20]]),))
+        return chain(desk.tree(handle)[1]) == answer[20:28]
+
+    def full(worker: Any) -> int:
+        for cache in worker.model_runner.kv_caches:
+            cache.fill_(1)  # as many requests would
+        return sum(cache.untyped_storage().nbytes() for cache in worker.model_runner.kv_caches)
+
+    assert is_drafted(1)
+    (size,) = made.llm.collective_rpc(full)
+    awake = process.memory_info().rss
+    desk.say(Rest(True))
+    desk.serving.turn()
+    assert desk.letters.sent[-1] == Rest(True) and size > 100 << 20
+    assert awake - process.memory_info().rss > 0.95 * size, "its KV cache is the kernel's again"
+    assert not is_drafted(2), "it drafts for nobody"
+    desk.say(Rest(False))
+    desk.say(Hello(VERSION, made.vocab_size))
+    assert is_drafted(3), "what it had cached is forgotten, and computed anew"
+    desk.tell(closed=[3])
 
 
 def test_more_requests_than_there_are_places_share_them_out(desk: Desk, made: DrafterEngine) -> None:
