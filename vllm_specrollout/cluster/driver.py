@@ -184,8 +184,7 @@ class Driver:
         if report.pace is not None:
             batch, steps, seconds = report.pace
             self._prices.stepped(batch, seconds / steps)
-        for tokens, seconds in report.fills:
-            self._prices.filled(tokens, seconds)
+        self._prices.filled(*report.filled)
         if report.parts or not one.running:
             self.heard[name] = self._clock()
         for key, part in report.parts.items():

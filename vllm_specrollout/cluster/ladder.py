@@ -12,7 +12,7 @@ Source: SpecActor, sections 4.2 and 4.3; Algorithm 3 is `assign`.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -106,19 +106,23 @@ class Prices:
 
     # of the mean of what was seen, the part that the newest has
     _NEWEST = 0.1
+    KEPT = 64
+    """Of what was heard of prefills, the last ones."""
 
     def __init__(self) -> None:
         # requests that run at once -> seconds of a step
         self._steps: dict[int, float] = {}
-        self._prefill_s: float | None = None
+        # (tokens of prompts, seconds that they took beyond steps without them), as engines told
+        self._fills: deque[tuple[int, float]] = deque(maxlen=self.KEPT)
 
     def stepped(self, batch: int, seconds: float) -> None:
         """A step of `batch` requests took so long."""
         self._steps[batch] = self._mean(self._steps.get(batch), seconds)
 
     def filled(self, tokens: int, seconds: float) -> None:
-        """The first token behind a context of `tokens` took so long, with what waited before it."""
-        self._prefill_s = self._mean(self._prefill_s, seconds / max(tokens, 1))
+        """So many tokens of prompts were computed, in steps that took so much longer for them."""
+        if tokens > 0:
+            self._fills.append((tokens, seconds))
 
     def step_s(self, batch: int) -> float | None:
         """Seconds of a step, on the line between the batches measured beside it; None: there are none on one side."""
@@ -133,8 +137,13 @@ class Prices:
         return self._steps[low] + part * (self._steps[high] - self._steps[low])
 
     def prefill_s(self, tokens: int) -> float | None:
-        """Seconds of a prefill; None: none was seen."""
-        return None if self._prefill_s is None else tokens * self._prefill_s
+        """Seconds of a prefill; None: none was seen. The median of tokens decides: a stall makes none dear."""
+        left = sum(count for count, _ in self._fills) / 2
+        for count, seconds in sorted(self._fills, key=lambda one: one[1] / one[0]):
+            left -= count
+            if left <= 0:
+                return tokens * seconds / count
+        return None
 
     def _mean(self, old: float | None, new: float) -> float:
         return new if old is None else old + self._NEWEST * (new - old)

@@ -24,8 +24,6 @@ SINGLE = "drafter"
 """Name of the decoupled drafter of `speculative_config`."""
 MAX_RANKS = 64
 """Ranks of the oracle's tokens, at most."""
-RECONFIGURE = ("off", "goodput", "paper")
-"""Ways in which requests that match less than their batch get draft windows of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,9 +187,6 @@ class DecoupledConfig:
     (docs/concepts/planning.md), and 4 where nothing is."""
     fan_out: Annotated[int, Range(1, 8)] = 4
     """Tokens that it sends for each position: the one that it goes on from, and alternatives."""
-    reconfigure: Annotated[str, Choice(RECONFIGURE)] = "off"
-    """Whether requests that surely match less than their batch get a window and a mode of their own, every 1,000 tokens
-    (SpecActor, Algorithm 2): `goodput` by what that does to the whole batch; `paper` as if each were alone; `off`."""
     address: str = ""
     """Where a `specrollout drafter` listens that was started by hand, as it prints it: `ipc://PATH` or
     `tcp://HOST:PORT`; empty: the engine starts one of its own, and stops it."""

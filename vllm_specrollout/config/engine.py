@@ -67,9 +67,10 @@ class SpecRolloutConfig:
     ends up here; `num_speculative_tokens` is the most levels that the model drafts."""
     placement: Annotated[str, Choice(PLACEMENTS)] = "coupled"
     """Where the model of `speculative_config` drafts: `coupled`, in the target's own steps; or `decoupled`, in a
-    process of its own, which drafts ahead while the target verifies; or `auto`, as the engine finds to be faster. The
-    last two take method `draft_model`. A decoupled engine needs no `speculative_config`: drafters can be attached while
-    it runs."""
+    process of its own, which drafts ahead while the target verifies; or `auto`: on CPU where it is faster by what
+    engines like this have measured of it, or nowhere; in the target's steps where nothing is known. On a GPU `auto` has
+    it draft in both places. The last two take method `draft_model`. A decoupled engine needs no `speculative_config`:
+    drafters can be attached while it runs."""
     devices: tuple[Annotated[str, DEVICE], ...] = ()
     """What a decoupled drafter runs on: CPU cores, such as `cpu:1` or `cpu:2-3`, or GPUs beside those of the target,
     such as `cuda:1`, or `cuda:1,2` for an engine of two ranks; empty: all cores."""

@@ -237,7 +237,7 @@ def test_drafters_and_the_ladder_are_chosen_by_what_is_known_of_them() -> None:
 
 def known(drafter: str, fixed_ms: float) -> Any:
     verify = {1: AffineTime(0.3, 13.0, 0.05)}
-    own = DrafterProfile(draft=AffineTime(0.0, fixed_ms), verify=verify, among=(0.8, 0.9), drafter=drafter)
+    own = DrafterProfile(draft=AffineTime(0.0, fixed_ms), verify=verify, match=0.8, drafter=drafter)
     return msgspec.to_builtins(own, str_keys=True)
 
 

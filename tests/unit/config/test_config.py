@@ -45,7 +45,6 @@ REFUSED_CONFIGS = {
     "a key of vLLM's own": {"method": "ngram"},
     "a key that resembles none": {"temperature": 1.0},
     "a window below nothing": {"decoupled": {"window": -1}},
-    "an unknown way to reconfigure": {"decoupled": {"reconfigure": "always"}},
     "no token for a position": {"decoupled": {"fan_out": 0}},
     "a decoupled drafter without a model": {"placement": "decoupled", "decoupled": {"drafters": [{"name": "a"}]}},
     "a decoupled drafter with an empty model": {"placement": "decoupled", "decoupled": {"drafters": [{"model": ""}]}},
