@@ -9,7 +9,7 @@ import pytest
 from vllm_specrollout.config import arguments
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _nameless() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arguments, "known_arguments", frozenset)
