@@ -62,16 +62,16 @@ def drain_ms(lengths: Ints, token_ms: Callable[[int], float]) -> float:
     return sum(count * token_ms(len(lengths) - ended) for ended, count in enumerate(steps) if count)
 
 
-Rate = Callable[[StepLine, StepLine, int, int, float], float]
+Rate = Callable[[Time, Time, int, int, float], float]
 """Drafter, verifier, batch, window, p -> tokens per millisecond of a request."""
 
 
-def best_window(rate: Rate, p: float, batch: int, verifier: StepLine, drafter: StepLine) -> int:
+def best_window(rate: Rate, p: float, batch: int, verifier: Time, drafter: Time) -> int:
     """The window with most tokens per ms, the shortest of several."""
     return max(range(1, MAX_WINDOW + 1), key=lambda window: rate(drafter, verifier, batch, window, p))
 
 
-def exact_rate(draft: StepLine, verify: StepLine, batch: int, window: int, p: float) -> float:
+def exact_rate(draft: Time, verify: Time, batch: int, window: int, p: float) -> float:
     """SpecActor's periods, section 4.1, by renewal: a window with a miss lasts two, as the drafter begins anew."""
     return tokens_per_window(p, window) / max(window * draft.ms(batch), verify.ms(batch, window - 1))
 

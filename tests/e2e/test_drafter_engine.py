@@ -67,7 +67,7 @@ class Desk:
         counts = np.array([len(tokens) for tokens in new.values()], np.int32)
         tokens = np.array([token for own in new.values() for token in own], np.int32)
         gone, own = np.array(list(closed), np.int64).tobytes(), (handles.tobytes(), counts.tobytes(), tokens.tobytes())
-        self.say(Told(self.fan_out, opened, gone, *own, 4, b""))
+        self.say(Told(self.fan_out, opened, gone, *own, 4))
 
     def tree(self, handle: int, turns: int = 24) -> tuple[int, list[tuple[int, int, int, float]]]:
         """The newest within some turns: tokens before it, and (token, parent, rank, log_q) of each node."""

@@ -60,8 +60,8 @@ class Beside(Command):
 class Engine(standin.Replica):
     """One that works, with such a drafter beside it: as `worker.calls.DrafterMixin` and its engine do."""
 
-    def __init__(self, engine: Mapping[str, Any], *rest: Any) -> None:
-        super().__init__(engine, *rest)
+    def __init__(self, engine: Mapping[str, Any]) -> None:
+        super().__init__(engine)
         self._diary = os.path.join(engine["diary"], os.environ["CUDA_VISIBLE_DEVICES"])
         self._beside: WarmDrafter | None = None
 
@@ -71,18 +71,14 @@ class Engine(standin.Replica):
         write(self._diary, "prefill")
         await super().give(runs)
 
-    async def warm(self, model: str) -> None:
-        self._beside = self._beside or WarmDrafter(Beside.of(self._diary, shared("cuda", 0), {}))
-
     async def rpc(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         if method == "spec_rollout_warm":
-            await self.warm(args[0])
+            self._beside = self._beside or WarmDrafter(Beside.of(self._diary, shared("cuda", 0), {}))
         if method != "spec_rollout_standing" or self._beside is None:
             return await super().rpc(method, args, kwargs)
-        found = (await super().rpc(method, args, kwargs))[0] or {}
         if not self._own.live:
             self._beside.wake()
-        return [{**found, "drafter": self._beside.address, "model": "small"}]
+        return [{**self._standing(), "drafter": self._beside.address}]
 
     def close(self) -> None:
         super().close()

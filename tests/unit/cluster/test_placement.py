@@ -15,7 +15,7 @@ from vllm_specrollout.errors import ConfigError
 
 
 def needs(count: int, devices: list[str] | None, **more: Any) -> Needs:
-    given: dict[str, Any] = {"gpus": None, "cpus": 1.0, "max_restarts": 0, "engine": {}, "drafter_engine": {}, **more}
+    given: dict[str, Any] = {"gpus": None, "cpus": 1.0, "max_restarts": 0, "engine": {}, **more}
     places = None if devices is None else [parse_devices("devices", name) for name in devices]
     return Needs(replica="", models=(), count=count, devices=places, **given)
 

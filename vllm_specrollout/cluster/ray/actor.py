@@ -47,14 +47,16 @@ class Actor:
 
     # answered by the next life, where this one ends; all else fails with it
     @ray.method(max_task_retries=-1)
-    async def admit(self, wanted: Wanted) -> tuple[int, int]:
-        """
+    async def admit(self, wanted: Wanted) -> tuple[int, int, str]:
+        """Version, requests that it runs at once, and Ray's node: hosts may have one name, and containers several.
+
         Raises:
             BeginError: there is no engine.
         """
         if self._wrong:
             raise BeginError(self._wrong, "`LLM(...)` with the same arguments says more; see Ray's logs")
-        return await self._own.admit(wanted)
+        version, places = await self._own.admit(wanted)
+        return version, places, str(ray.get_runtime_context().get_node_id())
 
     async def ask(self, method: str, *args: Any) -> Any:
         """A method of the replica."""

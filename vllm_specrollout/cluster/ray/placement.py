@@ -44,9 +44,8 @@ class Needs:
 
     # module and class of what runs in the actor
     replica: str
-    # arguments of vLLM's engine, and of the drafters'
+    # arguments of vLLM's engine
     engine: Mapping[str, Any]
-    drafter_engine: Mapping[str, Any]
     # folders or names, of the drafters as well
     models: Sequence[str]
     count: int
@@ -88,7 +87,8 @@ class Placement:
         self._bundles: Any = None
         self._owns_ray = _connect(needs)
         try:
-            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            # of 2.55, Ray declares no types for this
+            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
             if len(nodes) == 1:
                 check_here(needs)
             places = _places(needs, _most(nodes, "GPU") > 0)
@@ -110,7 +110,7 @@ class Placement:
             max_task_retries=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._bundles, index),
             runtime_env={"env_vars": dict(place.environment)},
-        ).remote(needs.replica, index, place.sharers, dict(needs.engine), dict(needs.drafter_engine))
+        ).remote(needs.replica, index, place.sharers, dict(needs.engine))
 
     def wait(self, most_s: float) -> None:
         """Until Ray has set aside what the actors need.

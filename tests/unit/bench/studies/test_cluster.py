@@ -1,5 +1,7 @@
 """A batch on many engines under the product's own ladder, with engines that fail."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from vllm_specrollout.bench.studies import cluster
 from vllm_specrollout.bench.studies.cluster import Site, simulate
 from vllm_specrollout.bench.studies.formulas import StepLine
+from vllm_specrollout.bench.studies.h200 import RealSteps
 
 from tests.unit.bench.studies.builders import mixed
 from vllm_specrollout.cluster import ladder
@@ -41,6 +44,31 @@ def test_drafts_have_the_speed_of_their_formula():
     assert 9000 / done.makespan_ms == pytest.approx(best, rel=1e-6)
 
 
+def test_nobody_drafts_where_plain_steps_yield_more():
+    # any draft makes a step three times as long
+    steps = RealSteps(plain=((1, 5.0),), drafted=((1, 15.0),), rows=((1, 0.0),), prompt_ms=0.0)
+    work, (plain, drafted) = mixed([300, 300], [0.2, 0.2], 0.0), (site(1), site(1, drafts=True))
+    times = [simulate(work, replace(one, verifier=steps), on(2)).makespan_ms for one in (plain, drafted)]
+    assert times == [pytest.approx(1500.0), pytest.approx(1500.0)]
+
+
+def test_a_lent_drafter_is_not_used_where_it_makes_the_batch_slower():
+    steps = RealSteps(plain=((1, 5.0),), drafted=((1, 20.0),), rows=((1, 0.0),), prompt_ms=0.0)
+    work = mixed([4000] * 8 + [10], 0.1, [0.3] * 9)
+    off, attach = (simulate(work, replace(site(mode=mode), verifier=steps), on(8, 1)) for mode in ("off", "attach"))
+    assert attach.counts["attach"] >= 1 and attach.makespan_ms == pytest.approx(off.makespan_ms)
+
+
+def test_a_step_that_holds_prompts_costs_more_once_for_all_of_them():
+    plain, held = (simulate(mixed([10, 10], 0.0, 0.0), site(1, prompt_ms=ms), on(2)) for ms in (0.0, 12.5))
+    assert held.makespan_ms == pytest.approx(plain.makespan_ms + 12.5)
+
+
+def test_steps_and_those_of_each_request_are_counted():
+    done = simulate(mixed([10, 30], 0.0, 0.0), site(1), on(2))
+    assert (done.steps, done.request_steps) == (pytest.approx(30), pytest.approx(40))
+
+
 def test_contexts_are_computed_before_the_first_step():
     plain, filled = (simulate(mixed([10], 0.0, 0.0), site(1, prompt=100, prefill_ms=ms), on(1)) for ms in (0.0, 0.5))
     assert filled.makespan_ms == pytest.approx(plain.makespan_ms + 50.0)
@@ -57,14 +85,8 @@ def test_half_of_a_batch_moves_where_smaller_batches_repay_the_prefill():
     # a request costs as much as the whole rest of a step
     dear = StepLine(base=5.0, request=5.0)
     works = mixed([4000] * 4 + [10], 0.0, 0.0)
-    off, move = (
-        simulate(works, Site(**{**_fields(site(mode=mode)), "verifier": dear}), on(4, 1)) for mode in ("off", "move")
-    )
+    off, move = (simulate(works, replace(site(mode=mode), verifier=dear), on(4, 1)) for mode in ("off", "move"))
     assert move.counts["move"] >= 2 and move.makespan_ms < 0.8 * off.makespan_ms
-
-
-def _fields(one):
-    return {name: getattr(one, name) for name in Site.__dataclass_fields__}
 
 
 def test_the_products_own_ladder_decides(monkeypatch):
