@@ -97,7 +97,7 @@ def test_what_has_no_typo_begins_ray() -> None:
 
 
 def needs() -> Needs:
-    return Needs("", {"model": "model"}, {}, ("model",), 1, None, None, 1.0, 0)
+    return Needs("", {"model": "model"}, ("model",), 1, None, None, 1.0, 0)
 
 
 def test_a_ray_that_runs_on_this_host_is_joined_and_named_where_none_is_asked_for(
