@@ -3,10 +3,11 @@
     python -m bench.gpu.two_gpus --out DIR            # two GPUs: the target on cuda:0, the drafter on cuda:1
     python -m bench.gpu.two_gpus --dry --out DIR      # on two CPU cores, with a tiny model
 
-First come passes of a drafter with its share of a GPU: of so many running requests, with none, one and all of them asked
-anew. They decide whether a lent drafter can pay, and drafts as resumed requests (docs/concepts/decoupled.md). The last
-row is its sleep: how long it takes to give its memory back, and to draft again. Then a target decodes with its own copy as its
-drafter, whose every token is met, beside stock vLLM: a speed is told only where all tokens are stock's.
+First come passes of a drafter with its share of a GPU: of so many running requests, with none, one and all of them
+asked anew. They decide whether a lent drafter can pay, and drafts as resumed requests (docs/concepts/decoupled.md).
+The last row is its sleep: how long it takes to give its memory back, and to draft again. Then a target decodes with
+its own copy as its drafter, whose every token is met, beside stock vLLM: a speed is told only where all tokens are
+stock's.
 """
 
 from __future__ import annotations
