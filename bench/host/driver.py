@@ -1,9 +1,9 @@
 """What one driver costs its host: decisions and reports of a group, with stand-ins for engines, at the product's beats.
 
 The stand-ins need no model and no Ray: their reports are made in this process, and the time for that is taken out. So
-the figure is the driver's own, and Ray's part of a call comes on top. A batch of 32 requests an engine runs
-to its last answer or for so many seconds; lengths have a long tail. Run: `python -m bench.host.driver --out
-out/driver.json`, then `python docs/benchmarks.py driver out/driver.json`.
+the figure is the driver's own, and Ray's part of a call comes on top. A batch of 32 requests an engine runs to its last
+answer or for so many beats; lengths have a long tail. Run: `python -m bench.host.driver --out out/driver.json`, then
+`python docs/benchmarks.py driver out/driver.json`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import asyncio
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,8 @@ class DriverCost:
 
     engines: int
     ladder: str
-    # of one core, without the stand-ins
+    # of one core, once the batch is dealt and without the stand-ins: processor time over the time that their beats
+    # make, late or not
     share: float
     # ms of processor time: the mean decision, and the dearest one, which deals the batch
     decision_ms: float
@@ -162,7 +163,7 @@ class Timed(Driver):
         self.spent.append(time.thread_time() - begun)
 
 
-async def measure(engines: int, ladder: str, seconds: float, seed: int) -> DriverCost:
+async def measure(engines: int, ladder: str, beats: int, seed: int) -> DriverCost:
     """One batch."""
     lines, rng = StandIns(engines), random.Random(seed)
     driver = Timed(lines, list(lines.engines), Rules(ladder))
@@ -180,12 +181,17 @@ async def measure(engines: int, ladder: str, seconds: float, seed: int) -> Drive
     prompts = [[i // SAMPLES] * 500 for i in range(count)]
     params = [{"max_tokens": length, "seed": 0} for length in lengths]
     asked = RequestChecker(seed).ask(prompts, params, sink=found.__setitem__)
-    begun, spent, driver.spent, lines.reports = time.monotonic(), time.thread_time(), [], 0
-    lines.spent = 0.0
+    driver.spent = []
     driver.add(asked)
-    while len(found) < count and time.monotonic() - begun < seconds:
+    while driver.waiting:
         await asyncio.sleep(BEAT_S)
-    share = (time.thread_time() - spent - lines.spent) / (time.monotonic() - begun)
+    lines.reports, lines.spent, spent = 0, 0.0, time.thread_time()
+    for one in lines.engines.values():
+        one.beats = 0
+    while len(found) < count and sum(one.beats for one in lines.engines.values()) < beats * engines:
+        await asyncio.sleep(BEAT_S)
+    passed = BEAT_S * sum(one.beats for one in lines.engines.values()) / engines
+    share = (time.thread_time() - spent - lines.spent) / passed
     driver.stop(GroupError("it was long enough", ""))
     if helping is not None:
         helping.cancel()
@@ -216,13 +222,13 @@ def _asking(lines: StandIns, name: str) -> Any:
 def measured(settings: Mapping[str, Any]) -> Iterator[DriverCost]:
     for engines in settings["engines"]:
         for ladder in LADDERS:
-            yield asyncio.run(measure(engines, ladder, settings["seconds"], settings["seed"]))
+            yield asyncio.run(measure(engines, ladder, settings["beats"], settings["seed"]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", type=int, nargs="+", default=list(ENGINES))
-    parser.add_argument("--seconds", type=float, default=20.0, help="of a batch, at most")
+    parser.add_argument("--beats", type=int, default=100, help="of a batch, at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     given = vars(parser.parse_args())
@@ -232,7 +238,7 @@ def main() -> None:
         rows.append(row)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(as_json("driver", given, Found(rows=[asdict(row) for row in rows])), encoding="utf-8")
+        out.write_text(as_json("driver", given, Found(rows=rows)), encoding="utf-8")
 
 
 if __name__ == "__main__":
