@@ -72,10 +72,10 @@ class TryInputs(AnswersInputs):
     length_spread: Number = 0.93
     length_shared: Share = 0.98
     samples: Number = 8
-    # fitted to the run's tokens per request and step, and to its number of steps. In a first epoch drafts are texts of
-    # siblings that are ahead, so the long answers have them
+    # fitted to the run's tokens per request and step, and to its number of steps
     acceptance: Share = 0.045
     acceptance_spread: Number = 2.0
+    # set with these in sight: in a first epoch drafts are texts of siblings that are ahead, so long answers have them
     acceptance_common: Share = 1.0
     acceptance_with_length: float = 1.0
 
@@ -128,7 +128,8 @@ def run_arm(
 def repeat_try(inputs: TryInputs, seed: int) -> dict[str, float]:
     """The run on the H200 once more: one engine with 64 places, 128 requests, stock and ours.
 
-    Its engine drafted in every step, though it did not always pay; the table's means hold steps with prompts.
+    Its engine is taken to draft in every step, as the mean of its steps suggests: no trace of them was kept. Steps that
+    hold prompts are in that mean.
     """
     work = draw_answers(inputs, 128, (inputs.acceptance, inputs.acceptance), seed)
     first = {f"r{i}": "e0" for i in range(64)}
