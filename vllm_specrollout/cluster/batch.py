@@ -31,6 +31,10 @@ class GroupError(SpecRolloutError):
     """A batch cannot be completed."""
 
 
+class BeginError(GroupError):
+    """An engine cannot be begun, and would not be another time."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What a request came to."""

@@ -24,6 +24,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from vllm_specrollout.cluster.leftovers import note_shared
 from vllm_specrollout.cluster.reports import Given, Part, Report, Wanted
 from vllm_specrollout.config import envs
 from vllm_specrollout.config.resuming import resumed
@@ -76,6 +77,7 @@ class Replica:
             # in an actor, vLLM would place ranks by Ray, which has given the devices to this one
             given.setdefault("distributed_executor_backend", "mp")
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**given))
+        note_shared()
 
     async def admit(self, wanted: Wanted) -> tuple[int, int]:
         """Get to where the group is: (version, requests that it runs at once). What runs is of no use any more.

@@ -285,8 +285,8 @@ def _waits(group: SpecGroup, errors: list[str]) -> None:
 
 
 def test_a_group_that_ray_has_no_place_for_says_what_is_missing(group: SpecGroup) -> None:
-    with pytest.raises(GroupError, match="needs 5000 CPU and 0 GPU of Ray, which has .* free"):
-        SpecGroup("model", engines=1, cpus=5000.0, start_s=1.0)
+    with pytest.raises(ConfigError, match="needs 5000 CPU and 0 GPU of Ray, which has .* in all"):
+        SpecGroup("model", engines=1, cpus=5000.0)
 
 
 def test_a_group_whose_engine_refuses_its_model_says_why(group: SpecGroup) -> None:
