@@ -6,6 +6,7 @@ Which arguments vLLM knows is read from its source, and nothing of it is importe
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib.util
 import os
@@ -99,11 +100,14 @@ def _is_folder(model: str) -> bool:
     return model[0] in "/.~" or model.count("/") > 1
 
 
+def _home() -> Path:
+    """Where the hub's own library keeps what it knows."""
+    own = os.environ.get("HF_HOME")
+    return Path(own or Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface"))
+
+
 def _is_cached(model: str) -> bool:
-    home = os.environ.get("HF_HOME") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface"
-    )
-    cache = Path(os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub"))
+    cache = Path(os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or _home() / "hub")
     return any(cache.joinpath(f"models--{model.replace('/', '--')}", "snapshots").glob("*/config.json"))
 
 
@@ -111,12 +115,12 @@ def _problem_at_hub(model: str) -> str | None:
     """Why it cannot be had from there; None: it can."""
     hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     request = urllib.request.Request(f"{hub.rstrip('/')}/api/models/{model}", method="HEAD")
-    if token := os.environ.get("HF_TOKEN"):
-        request.add_header("Authorization", f"Bearer {token}")
+    with contextlib.suppress(OSError):
+        if token := os.environ.get("HF_TOKEN") or (_home() / "token").read_text(encoding="utf-8").strip():
+            request.add_header("Authorization", f"Bearer {token}")
     try:
         urllib.request.urlopen(request, timeout=_HUB_S).close()
     except urllib.error.HTTPError as error:
-        # whoever has a token in a file may still see it
         return f"{hub} has no such name" if error.code in (401, 404) else None
     except (OSError, ValueError) as error:
         return f"{hub} cannot be asked: {getattr(error, 'reason', error)}"

@@ -129,13 +129,16 @@ def test_a_name_in_this_hosts_cache_is_known(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("status", "is_known"), [(200, True), (404, False), (401, False), (503, True), (0, False)])
 def test_the_hub_is_asked_for_a_name_that_is_not_here(
-    monkeypatch: pytest.MonkeyPatch, status: int, is_known: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int, is_known: bool
 ) -> None:
     monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "token").write_text("secret\n")
     asked = []
 
     def answer(request: Any, timeout: float) -> socket.socket:
-        asked.append(request.full_url)
+        asked.append((request.full_url, request.get_header("Authorization")))
         if status == 0:
             raise arguments.urllib.error.URLError("no route")
         if status != 200:
@@ -148,7 +151,7 @@ def test_the_hub_is_asked_for_a_name_that_is_not_here(
     else:
         with pytest.raises(ConfigError, match="has no such name|cannot be asked: no route"):
             arguments.check_name("Qwen/Qwen2.5-0.5B")
-    assert asked == ["https://huggingface.co/api/models/Qwen/Qwen2.5-0.5B"]
+    assert asked == [("https://huggingface.co/api/models/Qwen/Qwen2.5-0.5B", "Bearer secret")]
 
 
 def test_gpus_are_counted_as_this_process_may_see_them(monkeypatch: pytest.MonkeyPatch) -> None:
