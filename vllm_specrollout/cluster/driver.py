@@ -284,9 +284,10 @@ class Driver:
         self.check_any()
         if behind := self._behind():
             count = sum(one.version == BEHIND for one in self.engines.values())
-            cause = f"{count} of {len(self.engines)} engines could not follow: {behind}"
-            logger.warning("Spec rollout: %s", cause)
-            raise GroupError(cause, "they get no request until they can follow the next change")
+            raise GroupError(
+                f"{count} of {len(self.engines)} engines could not follow: {behind}",
+                "they get no request until they can follow the next change",
+            )
 
     def hold(self) -> None:
         """From now on nobody gets anything, until `is_held` is false again."""
@@ -360,6 +361,7 @@ class Driver:
             raise EngineLost(error.cause) from None
         except SpecRolloutError as error:
             version, self.reasons[name] = BEHIND, error.cause
+            logger.warning("Spec rollout: %s gets no request, as it cannot follow the group: %s", name, error.cause)
         if wanted == self.wanted:  # else the group went on while it loaded
             one.version = version
         self._heard[name] = self._clock()

@@ -307,7 +307,7 @@ class SpecGroup:
         if driver.wanted.asleep:
             raise GroupError("the group sleeps", "call `wake` before it is to answer")
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        encoded = iter((await self._ask("encode", texts))[0] if texts else ())
+        encoded = iter((await self._ask("encode", texts, most=1))[0] if texts else ())
         ended: asyncio.Queue[tuple[str, Answer | GroupError]] = asyncio.Queue()
         tokens = [next(encoded) if isinstance(one, str) else one for one in prompts]
         async with self._turn:  # reports are heard while a large batch is looked through
@@ -325,8 +325,8 @@ class SpecGroup:
         finally:
             driver.drop(places)  # after an error, or given up: what runs is of no use
 
-    async def _ask(self, method: str, *args: Any) -> list[Any]:
-        """What each engine that is up answers. One that has died since is asked in its next life, the next time."""
+    async def _ask(self, method: str, *args: Any, most: int | None = None) -> list[Any]:
+        """What each engine that is up answers, or so many of them. One that has died since is asked the next time."""
 
         async def ask(name: str) -> list[Any]:
             with suppress(EngineLost):
@@ -334,7 +334,7 @@ class SpecGroup:
             return []
 
         up = [name for name, one in self._driver.engines.items() if one.version is not None]
-        found = [one for own in await asyncio.gather(*map(ask, up)) for one in own]
+        found = [one for own in await asyncio.gather(*map(ask, up[:most])) for one in own]
         if not found:
             raise GroupError("no engine is up", "ask again once one is: `status` says when")
         return found
