@@ -1,9 +1,9 @@
 """The probability that a draft is met under shared noise, from two distributions, without drawing any noise.
 
-The target chooses argmax(log p + g), a draft is argmax(log q + g), with the same Gumbel noise g. Both choose token i with
-probability 1 / sum_j max(p_j / p_i, q_j / q_i). Sorted by q / p, that sum falls into two cumulative ones, so all tokens
-together take V log V operations. It is what a head is logged, judged and chosen by. Agreement of the likeliest tokens
-says far less where the target has entropy, and 1 - TV is what rejection sampling would accept, which is more.
+The target chooses argmax(log p + g), a draft is argmax(log q + g), with the same Gumbel noise g. Both choose token i
+with probability 1 / sum_j max(p_j / p_i, q_j / q_i). Sorted by q / p, that sum falls into two cumulative ones, so all
+tokens together take V log V operations. It is what a head is logged, judged and chosen by. Agreement of the likeliest
+tokens says far less where the target has entropy, and 1 - TV is what rejection sampling would accept, which is more.
 """
 
 from __future__ import annotations
