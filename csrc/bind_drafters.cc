@@ -281,6 +281,5 @@ void bind_drafters(py::module_& m) {
            py::arg("parents"), py::arg("ranks"), py::arg("log_q"), py::arg("vocab_size"))
       .def("fit", &FitReceived, py::arg("handles"), py::arg("texts"), py::arg("most_nodes"), py::arg("most_depth"),
            py::arg("is_chain"))
-      .def("tell", &TellReceived, py::arg("handles"), py::arg("texts"))
-      .def("take_ranks", [](Received& received) { return Give(received.TakeRanks()); });
+      .def("tell", &TellReceived, py::arg("handles"), py::arg("texts"));
 }

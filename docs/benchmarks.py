@@ -51,11 +51,12 @@ _TITLES = {
     "decoupled": (
         "Decoupled drafters",
         "A model that drafts in the target's steps, and one that drafts beside them on a core of its own: times plain"
-        " decoding on both cores, and what was estimated from earlier answers. `auto` is what an engine found itself.",
+        " decoding on both cores, and what was estimated from earlier answers, by a rehearsal that is a study's now.",
     ),
     "ladder": (
         "Ladder",
-        "A batch with a long tail on several workers: nobody helps, idle workers lend their drafters, or they race.",
+        "A batch with a long tail on several workers: nobody helps, idle workers take over requests, or lend their"
+        " drafters; `auto` chooses. Rows of `race` are of a ladder that is no more.",
     ),
     "soak": (
         "Soak",

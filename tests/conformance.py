@@ -14,7 +14,6 @@ from tests.unit import test_speculator
 from tests.unit.observe import test_contained
 from vllm_specrollout.budgets.base import Budget
 from vllm_specrollout.cluster.profiles import Elsewhere
-from vllm_specrollout.cluster.reconfigure import Replanning
 from vllm_specrollout.drafters.base import Drafter
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.observe.listener import Listener
@@ -37,5 +36,5 @@ BUDGETS: list[type[Budget]] = [
     test_speculator.Remembers,
     test_v1_small.Forgets,
 ]
-LISTENERS: list[type[Listener]] = [Metrics, Recorder, Replanning, SwitchCounter, TimelineListener]
+LISTENERS: list[type[Listener]] = [Metrics, Recorder, SwitchCounter, TimelineListener]
 ELSEWHERE: list[type[Elsewhere]] = [DecoupledDrafter]

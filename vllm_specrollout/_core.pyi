@@ -164,6 +164,3 @@ class Received:
 
         Returns: index [n] of the requests; and as `cluster.messages.Told` has them, their handles, counts and tokens.
         """
-
-    def take_ranks(self) -> _Ints:
-        """Which choice each token of requests that are closed was, request by request; 8: none. They are told once."""

@@ -287,53 +287,21 @@ def _way(name: str) -> Callable[[Row], str]:
     return show
 
 
-def _line(name: str) -> Callable[[Row], str]:
-    """What a step or a pass takes."""
-    return lambda row: "{:.2f} + {:.3f} n".format(*row["facts"][name])
-
-
-def decoupled_columns(rows: Sequence[Row]) -> Columns:
-    is_more = any("reconfigured" in row["ways"] for row in rows)
-    return {
-        **same("drafter", "batch", "window"),
-        "stock itself": lambda row: span(row.get("stock_quartiles")),
-        "coupled; estimated": _way("coupled"),
-        "decoupled; estimated": _way("decoupled"),
-        **same("fastest", "planned"),
-        "auto": "chosen",
-        "auto loses": "chosen_lost",
-        **({"reconfigured": _way("reconfigured")} if is_more else {}),
-    }
-
-
-_FACTS: Columns = {
+DECOUPLED: Columns = {
     **same("drafter", "batch", "window"),
-    "V": _line("verify"),
-    "D": lambda row: row["facts"]["draft"],
-    "V beside": _line("verify_beside"),
-    "D beside": _line("draft_beside"),
-    "among 1, 2, 4": lambda row: ", ".join(number(share) for share in row["facts"]["match"]["among"][:3]),
+    "stock itself": lambda row: span(row.get("stock_quartiles")),
+    "coupled; estimated": _way("coupled"),
+    "decoupled; estimated": _way("decoupled"),
+    **same("fastest", "planned"),
 }
-_FACTS_TEXT = (
-    "Estimates are made of this, learned from earlier answers. V and D are what a step of the target and a pass of"
-    " the drafter take, in plain steps: without drafts, and more for each node. Beside: on fewer cores, while the"
-    " other works. Among: how often the target's token is among so many choices of the drafter."
-)
-
-
-def _decoupled(run: Mapping[str, Any]) -> str:
-    """The settings; and what estimates are made of, where it was kept."""
-    known = [row for row in run["rows"] if row.get("facts")]
-    shown = table(run["rows"], decoupled_columns(run["rows"]))
-    return f"{shown}\n\n{_FACTS_TEXT}\n\n{table(known, _FACTS)}" if known else shown
 
 
 LADDER: Columns = {
     "ladder": lambda row: row["ladder"] + (f": {row['chosen']}" if row["ladder"] == "auto" else ""),
     "makespan, s": "makespan_s",
     "times": lambda row: speedup({**row, "speedup_quartiles": row.get("quartiles"), "rounds": 2}),
+    "of the best": lambda row: "" if row.get("of_best") is None else f"{row['of_best']:.2f}",
     "moved": "moved",
-    "ran twice": "raced",
     "lent": "lent",
 }
 
@@ -381,7 +349,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "load": _of(_LOAD),
     "serving": _of(SERVING),
     "drafters": _drafters,
-    "decoupled": _decoupled,
+    "decoupled": _of(DECOUPLED),
     "ladder": _of(LADDER),
     "soak": _of(SOAK),
     "index": _of(INDEX),

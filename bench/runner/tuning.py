@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from vllm_specrollout.budgets.registry import make_budget
-from vllm_specrollout.cluster.duel import Duel
 from vllm_specrollout.config.drafters import OracleConfig
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.drafters.oracle import OracleDrafter, load_continuations
@@ -112,62 +111,28 @@ class Tuning(MatchingMixin):
             if recorder is not None:
                 speculator.listeners.append(recorder)
         speculator.budget = kept[key] = budget
-        if (placing := getattr(self.model_runner, "placing", None)) is not None:
-            placing.renew(make_budget(wanted))
         self._switches().start_over()
 
     def spec_rollout_switches(self) -> dict[str, int]:
         """What `SwitchCounter` counted since the budget was set, or since the last call."""
         return self._switches().start_over()
 
-    def spec_rollout_set_streams(
-        self, window: int | None = None, fan_out: int | None = None, reconfigures: bool | None = None
-    ) -> None:
+    def spec_rollout_set_streams(self, window: int | None = None, fan_out: int | None = None) -> None:
         """Other windows for decoupled drafters, from the next step on.
 
         Args:
             window, fan_out: as in `decoupled`; default: as they are.
-            reconfigures: whether requests get windows of their own, where the engine was started so; default: as it is.
 
         Raises:
-            ConfigError: the engine was not started so.
             UnsupportedError: no drafter runs elsewhere.
         """
         for link in attached(self.model_runner).links.values():
             link.window, link.fan_out = window or link.window, fan_out or link.fan_out
-        if reconfigures is None:
-            return
-        replanning = getattr(self.model_runner, "replanning", None)
-        if replanning is None:
-            raise ConfigError(
-                "this engine plans no windows of requests' own",
-                'start it with {"decoupled": {"reconfigure": "goodput"}}',
-            )
-        replanning.turn(reconfigures)
-
-    def spec_rollout_placing(self, start_over: bool = False, batch: int | None = None) -> int | None:
-        """Which placement batches decode in: 0 coupled, 1 decoupled, None: both are being tried.
-
-        Args:
-            start_over: try both anew, whatever was found.
-            batch: requests in a batch of this size; default: in the last step.
-
-        Raises:
-            ConfigError: there is nothing to choose between.
-        """
-        placing = getattr(self.model_runner, "placing", None)
-        if placing is None:
-            raise ConfigError("this engine has one placement alone", 'start it with {"placement": "auto"}')
-        if start_over:
-            placing.duel = Duel()
-        winner: int | None = placing.duel.winner(placing.duel.num_requests if batch is None else batch)
-        return winner
 
     def spec_rollout_streams(self) -> dict[str, Any]:
         """What decoupled drafters did since this was asked last.
 
         Returns:
-            "ranks": which of the drafters' choices the tokens of requests that are over were, as `Link.ranks`;
             "beats": per second, milliseconds of work, passes, and requests in them.
 
         Raises:
@@ -175,10 +140,8 @@ class Tuning(MatchingMixin):
         """
         remote = attached(self.model_runner)
         remote.receive()
-        found: dict[str, Any] = {"ranks": [], "beats": []}
+        found: dict[str, Any] = {"beats": []}
         for link in remote.links.values():
-            found["ranks"] += link.ranks
-            link.ranks.clear()
             found["beats"] += [[beat.busy_ms, beat.passes, beat.streams] for beat in link.beats]
             link.beats.clear()
         return found

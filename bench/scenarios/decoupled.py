@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from vllm_specrollout.cluster.rehearsal import Match, Setting, coupled_tokens, rehearse
+from vllm_specrollout.cluster.rates import AffineTime, coupled_rate, decoupled_rate
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.types import MOST_NODES
 
@@ -22,17 +22,15 @@ from ..policy.reward import problems
 from ..runner.engines import IN_ONE_PROCESS, PROMPT_LEN, STOCK, Engines, run_round, sampling
 from ..runner.models import find_model, quarter_drafter
 from ..runner.report import Found, Table
-from ..runner.results import decoupled_columns
+from ..runner.results import DECOUPLED as COLUMNS
 from ..runner.rows import Pair, Run, first_difference, quartiles
 from ..runner.scenario import EngineScenario, Session, command, flag
 
 PLAIN, COUPLED, DECOUPLED = "plain", "coupled", "decoupled"
-AUTO, RECONFIGURED = "auto", "reconfigured"
+_ARMS = (COUPLED, DECOUPLED)
 QUARTER, SMALL = "quarter", "small"
 _EARLIER = 1000  # added to the seed, of answers that times and match rates are taken from
 _EPOCHS = 4  # of earlier answers, for match rates
-_STEPS = 2000  # of a rehearsal
-_MOST_TOKENS = 1280  # of each request, in which `auto` may settle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +54,12 @@ class Row:
     window: int
     identical: bool
     difference: str | None
-    # coupled, decoupled, and reconfigured where that was asked for
+    # coupled and decoupled
     ways: Mapping[str, Way]
     # the fastest by estimate and by measurement, and how much slower the first is than the second
     planned: str
     fastest: str | None = None
     lost: float | None = None
-    # the placement that `auto` found to be faster, and by how much the other one is faster after all; None: not settled
-    chosen: str | None
-    chosen_lost: float | None = None
     # of plain decoding, all requests together
     stock_tokens_per_s: float | None = None
     # stock's speed in a round over its median, lower and upper: what is smaller is no finding
@@ -90,11 +85,6 @@ class Decoupled(EngineScenario):
     requests: int = flag(6, "Requests of each run, at least one batch.", within=(1, 1000))
     max_tokens: int = flag(160, "Tokens after which an answer is cut.", within=(2, 1 << 16))
     rounds: int = flag(3, "Timed rounds; the medians are reported.", within=(1, 1000))
-    reconfigure: bool = flag(False, "Measure windows of requests' own beside, as `reconfigure` of `decoupled`.")
-
-    @property
-    def arms(self) -> tuple[str, ...]:
-        return (COUPLED, DECOUPLED, RECONFIGURED) if self.reconfigure else (COUPLED, DECOUPLED)
 
     def measure(self, session: Session) -> Found:
         folder, title = find_model(None, self.size, self.dtype, self.cache, session.display, is_policy=True)
@@ -116,8 +106,7 @@ class Decoupled(EngineScenario):
         return f"{found.model}, {self.dtype}: times plain decoding, measured (estimated, error)"
 
     def told(self, found: Found) -> Iterator[Table | str]:
-        rows = [asdict(row) for row in found.rows]
-        yield Table(rows, decoupled_columns(rows))
+        yield Table([asdict(row) for row in found.rows], COLUMNS)
         for row in found.rows:
             if row.difference is not None:
                 yield f"{row.drafter}, batch {row.batch}, window {row.window}: {row.difference}"
@@ -142,25 +131,20 @@ class _Bench:
         }
         engines.start(self._name(COUPLED), own)
         streams: dict[str, Any] = {"window": deepest, "fan_out": scenario.fan_out}
-        # the same engine with and without: a host drifts less between runs than between engines
-        changing = {**streams, "reconfigure": "goodput"} if scenario.reconfigure else streams
-        for arm, decoupled in ((DECOUPLED, changing), (AUTO, streams)):
-            place = {"devices": [scenario.device], "decoupled": decoupled, "placement": arm}
-            engines.start(self._name(arm), {**own, **place})
+        place = {"devices": [scenario.device], "decoupled": streams, "placement": DECOUPLED}
+        engines.start(self._name(DECOUPLED), {**own, **place})
 
     def stop(self) -> None:
         """End the drafter's engines."""
-        for arm in (COUPLED, DECOUPLED, AUTO):
+        for arm in _ARMS:
             self._engines.stop(self._name(arm))
 
     def _name(self, arm: str) -> str:
-        return f"{self._drafter} {DECOUPLED if arm == RECONFIGURED else arm}"
+        return f"{self._drafter} {arm}"
 
-    def _round(
-        self, batch: int, window: int, seed: int, round_: int, arms: Sequence[str] = (COUPLED, DECOUPLED)
-    ) -> dict[str, Pair]:
+    def _round(self, batch: int, window: int, seed: int, round_: int) -> dict[str, Pair]:
         with self._engines.doing(f"{self._drafter}, batch {batch}, window {window}"):
-            return run_round(round_, arms, lambda arm: self._run(arm, batch, window, seed))
+            return run_round(round_, _ARMS, lambda arm: self._run(arm, batch, window, seed))
 
     def _run(self, arm: str | None, batch: int, window: int, seed: int) -> Run:
         """All requests, so many at once; None: stock."""
@@ -168,10 +152,8 @@ class _Bench:
         if arm is not None:
             limits = {"max_draft_tokens": most_drafts(window), "max_depth": window}
             self._engines.tell(name, "set_budget", name="fixed", **limits)
-        if arm in (DECOUPLED, RECONFIGURED, AUTO):
-            is_told = self._scenario.reconfigure and arm != AUTO
-            more = {"reconfigures": arm == RECONFIGURED} if is_told else {}
-            self._engines.tell(name, "set_streams", window=window, **more)
+        if arm == DECOUPLED:
+            self._engines.tell(name, "set_streams", window=window)
         # one comes when one has ended: a batch of the longest answers alone would say more of them than of the others
         arrivals = [max(0, i - batch + 1) for i in range(len(self._prompts))]
         params = self._params(seed, arm is not None)
@@ -187,7 +169,7 @@ class _Bench:
         match = self._match()
         for batch in scenario.batches:
             learned = Learned(match)
-            found: dict[int, dict[str, list[Pair]]] = {w: {arm: [] for arm in scenario.arms} for w in scenario.windows}
+            found: dict[int, dict[str, list[Pair]]] = {w: {arm: [] for arm in _ARMS} for w in scenario.windows}
             self._round(batch, scenario.windows[0], scenario.seed, -1)
             for round_ in range(scenario.rounds):
                 for window, own in found.items():
@@ -195,53 +177,36 @@ class _Bench:
                     self._engines.tell(beside, "streams")
                     pairs = self._round(batch, window, self._before, round_)
                     learned.add(window, pairs, self._engines.tell(beside, "streams"))
-                    for arm, pair in self._round(batch, window, scenario.seed, round_, scenario.arms).items():
+                    for arm, pair in self._round(batch, window, scenario.seed, round_).items():
                         own[arm].append(pair)
             for window, own in found.items():
-                chosen, own[AUTO] = self._settled(batch, window)
-                rows.append(self._row(learned.facts(window), batch, window, own, chosen))
+                rows.append(self._row(learned.facts(window), batch, window, own))
         return rows
 
-    def _settled(self, batch: int, window: int) -> tuple[str | None, list[Pair]]:
-        """What `auto` finds, given some time; None: it is not sure."""
-        pairs, found, name = [], None, self._name(AUTO)
-        self._engines.tell(name, "placing", start_over=True)
-        stock = self._run(None, batch, window, self._before)
-        for _ in range(-(-_MOST_TOKENS // self._scenario.max_tokens)):
-            pairs.append(Pair(stock=stock, ours=self._run(AUTO, batch, window, self._before)))
-            # of whole batches: the last answers of a run are alone
-            if (found := self._engines.tell(name, "placing", batch=batch)) is not None:
-                break
-        return None if found is None else (COUPLED, DECOUPLED)[found], pairs
-
-    def _match(self) -> Match:
-        """Which choices the target's tokens are, of earlier answers."""
+    def _match(self) -> float:
+        """How often the target's token is the model's first choice, in earlier answers."""
         engines, name = self._engines, self._name(COUPLED)
         with engines.doing(f"{self._drafter}: match rates"):
             engines.tell(name, "matches", start=True)
             for epoch in range(_EPOCHS):
                 engines.run(name, self._prompts, self._params(self._before + epoch * _EARLIER, True))
             told = engines.tell(name, "matches", start=False)
-        return Match(np.asarray(told["ranks"], dtype=np.int32))
+        return float((np.asarray(told["ranks"], dtype=np.int32) == 0).mean())
 
-    def _row(self, facts: Facts, batch: int, window: int, pairs: Mapping[str, list[Pair]], chosen: str | None) -> Row:
-        scenario = self._scenario
+    def _row(self, facts: Facts, batch: int, window: int, pairs: Mapping[str, list[Pair]]) -> Row:
         differences = [first_difference(pair.stock, pair.ours) for own in pairs.values() for pair in own]
         found = next((one for one in differences if one is not None), None)
-        expected = estimated(facts, batch, window, scenario.fan_out, scenario.seed)
-        timed = {arm: [pair for pair in pairs[arm] if pair.is_timed] for arm in scenario.arms}
+        expected = estimated(facts, window)
+        timed = {arm: [pair for pair in pairs[arm] if pair.is_timed] for arm in _ARMS}
         ways = {arm: measured(own, expected.get(arm), found is None) for arm, own in timed.items()}
         planned, told = max(expected, key=expected.__getitem__), {}
         if found is None:
             stock = [pair.stock.num_tokens / pair.stock.wall_s for pair in timed[COUPLED]]
             typical = statistics.median(stock)
             told = {"stock_tokens_per_s": typical, "stock_quartiles": quartiles([one / typical for one in stock])}
-            drafted = {arm: ways[arm].speedup or 0.0 for arm in (COUPLED, DECOUPLED)}
-            speeds = {PLAIN: 1.0, **drafted}
+            speeds = {PLAIN: 1.0, **{arm: ways[arm].speedup or 0.0 for arm in _ARMS}}
             told["fastest"] = max(speeds, key=speeds.__getitem__)
             told["lost"] = 1.0 - speeds[planned] / speeds[told["fastest"]]
-            if chosen is not None:
-                told["chosen_lost"] = 1.0 - speeds[chosen] / max(drafted.values())
         return Row(
             drafter=self._drafter,
             batch=batch,
@@ -250,8 +215,7 @@ class _Bench:
             difference=None if found is None else found.as_text(),
             ways=ways,
             planned=planned,
-            chosen=chosen,
-            facts=facts.as_dict(),
+            facts=asdict(facts),
             **told,
         )
 
@@ -283,14 +247,10 @@ class Facts:
     verify_beside: tuple[float, float]
     # a pass of the drafter between the target's
     draft: float
-    # [2] one on cores of its own, with what it is asked for in it; and what is not told apart from that
-    draft_beside: tuple[float, float]
-    match: Match
-
-    def as_dict(self) -> dict[str, Any]:
-        """For a report."""
-        shares = [self.match.among(count) for count in (1, 2, 4, 8)]
-        return {**asdict(self), "match": {"positions": len(self.match.ranks), "among": shares}}
+    # one on cores of its own, with what it is asked for in it
+    draft_beside: float
+    # how often the target's token is the drafter's first choice
+    match: float
 
 
 Points = dict[int, list[tuple[float, float]]]
@@ -305,7 +265,7 @@ class Learned:
     For steps beside a drafter, how many times longer they take is each window's own.
     """
 
-    def __init__(self, match: Match) -> None:
+    def __init__(self, match: float) -> None:
         self._match = match
         # nodes of a request in a run's steps
         self._steps: dict[str, Points] = {COUPLED: {}, DECOUPLED: {}}
@@ -337,27 +297,23 @@ class Learned:
             verify=verify,
             verify_beside=slowed((1.0, verify[1]), self._steps[DECOUPLED][window]),
             draft=statistics.median(self._passes[window]),
-            draft_beside=(statistics.median(self._beats[window]), 0.0),
+            draft_beside=statistics.median(self._beats[window]),
             match=self._match,
         )
 
 
-def estimated(facts: Facts, batch: int, window: int, fan_out: int, seed: int) -> dict[str, float]:
-    """Placement -> times plain decoding."""
-    setting = Setting(
-        verify_ms=lambda requests, rows: _at(facts.verify_beside, rows / requests),
-        draft_ms=lambda lines, more: facts.draft_beside[0],
-        anew=0.0,
-        match=facts.match,
-        batch=batch,
-        window=window,
-        fan_out=fan_out,
-        most_drafts=most_drafts(window),
-        most_depth=window,
-    )
-    beside = rehearse(setting, np.random.default_rng(seed), _STEPS)
-    steps = window * facts.draft + _at(facts.verify, most_drafts(window))
-    return {PLAIN: 1.0, COUPLED: coupled_tokens(facts.match, window, 2) / steps, DECOUPLED: beside.rate}
+def estimated(facts: Facts, window: int) -> dict[str, float]:
+    """Placement -> times plain decoding. First choices count; the choices beside them cost their rows alone.
+
+    Times were measured at the batch, so they are those of a request and of all."""
+    rows = most_drafts(window) / window
+    here, beside = (AffineTime(0.0, line[0], line[1] * rows) for line in (facts.verify, facts.verify_beside))
+    own, other = AffineTime(0.0, facts.draft), AffineTime(0.0, facts.draft_beside)
+    return {
+        PLAIN: 1.0,
+        COUPLED: coupled_rate(own, here, 1, window, facts.match),
+        DECOUPLED: decoupled_rate(other, beside, 1, window, facts.match),
+    }
 
 
 def most_drafts(window: int) -> int:

@@ -15,6 +15,7 @@ from vllm_specrollout.cluster import Answer, SpecGroup
 from vllm_specrollout.cluster.ladder import LADDERS, Rules
 from vllm_specrollout.cluster.planner import choose_ladder
 from vllm_specrollout.cluster.reports import Report
+from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.scheduling.lengths import Lengths
 
 from ..policy import DRAFT
@@ -30,7 +31,7 @@ from .decoupled import QUARTER, SMALL
 
 AUTO = "auto"
 NONE, NGRAM = "none", "ngram"
-_COUNTS = ("moved", "raced", "lent")
+_COUNTS = ("moved", "lent")
 _MANY = 240  # problems of a whole batch, as a trainer has them; those that run here are the longest and some others
 
 
@@ -57,15 +58,16 @@ class Row:
     chosen: str
     identical: bool
     difference: str | None
-    # of all rounds: requests that an idle engine took over or ran as well, and drafters that were lent
+    # of all rounds: requests that an idle engine took over, and drafters that were lent
     moved: int
-    raced: int
     lent: int
     # seconds, median over rounds; None where an output is not stock's, as below
     makespan_s: float | None = None
     # of the first ladder's in the same round
     speedup: float | None = None
     quartiles: tuple[float, float] | None = None
+    # the same against the fastest of the ladders that are named, by their medians
+    of_best: float | None = None
 
 
 class TimedGroup(SpecGroup):
@@ -125,21 +127,31 @@ class Ladder(EngineScenario):
     bench: ClassVar[str] = "ladder"
 
     size: str = flag("150M", "The policy's cost: that of a model of 30M, 150M or 400M.")
-    workers: int = flag(4, "Engines, each on one core; where there are more than cores, they share.", within=(2, 64))
+    workers: int = flag(2, "Engines, each on a core of its own, so that an idle one frees something.", within=(2, 64))
     ladders: tuple[str, ...] = flag(
-        ("off", "move", "race", "attach", AUTO), "Compared with the first.", "--ladder", choices=(*LADDERS, AUTO)
+        ("off", "move", "attach", AUTO), "Compared with the first.", "--ladder", choices=(*LADDERS, AUTO)
     )
     drafter: str = flag(
         SMALL, "What is lent: a quarter of the target's cost, or a small one.", choices=(QUARTER, SMALL)
     )
     own: str = flag(NONE, "What workers draft with by themselves.", choices=(NONE, NGRAM))
-    seqs: int = flag(2, "Requests that a worker runs at once.", within=(1, 256))
-    requests: int = flag(8, "Requests: the longest of 240, and some others.", within=(2, _MANY))
-    max_tokens: int = flag(2048, "Tokens after which an answer is cut: 512 would cut the tail.", within=(2, 1 << 16))
+    seqs: int = flag(4, "Requests that a worker runs at once.", within=(1, 256))
+    requests: int = flag(8, "Requests: samples of the longest problem of 240, and of some others.", within=(2, _MANY))
+    samples: int = flag(4, "Of each problem: one worker has them, as they share its history.", within=(1, 64))
+    max_tokens: int = flag(1024, "Tokens after which an answer is cut: 512 would cut the tail.", within=(2, 1 << 16))
     window: int = flag(4, "Tokens of a draft window.", within=(1, 64))
     fan_out: int = flag(4, "Choices that a lent drafter sends for each position.", within=(1, 8))
     rounds: int = flag(3, "Timed rounds; the medians are reported.", within=(1, 1000))
     plot: Path | None = flag(None, "Draw who worked on what, in the last round.", is_setting=False)
+
+    def check(self) -> None:
+        super().check()
+        cores = len(os.sched_getaffinity(0))
+        if self.workers > cores:
+            raise ConfigError(
+                f"`--workers` is {self.workers}, and this host has {cores} cores",
+                f"give {cores} or fewer: a worker has a core of its own, and what shares one frees nothing",
+            )
 
     def measure(self, session: Session) -> Found:
         folder, title = find_model(None, self.size, self.dtype, self.cache, session.display, is_policy=True)
@@ -172,17 +184,21 @@ class Ladder(EngineScenario):
                     counts[ladder] += Counter({name: status[name] for name in _COUNTS}) - before
                     bars[ladder], chosen[ladder] = group.bars, status["ladder"]
                     report("", 1)
+        fixed = [ladder for ladder in self.ladders if ladder != AUTO]
+        best = min(fixed, key=lambda ladder: statistics.median(seconds[ladder]), default=AUTO)
         rows = [
-            self._row(ladder, chosen[ladder], seconds, counts[ladder], differences.get(ladder))
+            self._row(ladder, chosen[ladder], seconds, best, counts[ladder], differences.get(ladder))
             for ladder in self.ladders
         ]
         return Found(model=title, rows=rows, more=bars)
 
     def _problems(self, round_: int) -> list[Problem]:
-        """Of one round: history knows nothing of them. The longest of many comes first, so that it begins at once."""
+        """Of one round, a problem for each request: history knows nothing of them. The longest of many comes first, so
+        that it begins at once; its samples are the tail."""
         many = problems(_MANY, self.seed + round_)
         longest = max(many, key=lambda problem: problem.size)
-        return [longest, *[one for one in many if one is not longest][: self.requests - 1]]
+        ordered = [longest, *[one for one in many if one is not longest]]
+        return [ordered[i // self.samples] for i in range(self.requests)]
 
     def _group(self, model: Path, report: Any) -> TimedGroup:
         report("starting the engines and their drafters", 0)
@@ -193,7 +209,7 @@ class Ladder(EngineScenario):
         group = TimedGroup(
             str(model),
             engines=self.workers,
-            devices=[f"cpu:{own[i % len(own)]}" for i in range(self.workers)],
+            devices=[f"cpu:{own[i]}" for i in range(self.workers)],
             engine={**engine, "max_num_seqs": self.seqs, "seed": 0},
             spec_rollout={
                 "drafters": [] if self.own == NONE else [self.own],
@@ -213,12 +229,17 @@ class Ladder(EngineScenario):
         ladder: str,
         chosen: str,
         seconds: dict[str, list[float]],
+        best: str,
         counts: Counter[str],
         difference: str | None,
     ) -> Row:
-        ratios = [base / own for base, own in zip(seconds[self.ladders[0]], seconds[ladder], strict=True)]
+        ratios, of_best = (
+            [base / own for base, own in zip(seconds[other], seconds[ladder], strict=True)]
+            for other in (self.ladders[0], best)
+        )
         times: dict[str, Any] = {"makespan_s": statistics.median(seconds[ladder])}
         times |= {"speedup": statistics.median(ratios), "quartiles": quartiles(ratios)}
+        times |= {"of_best": statistics.median(of_best)}
         return Row(
             ladder=ladder,
             chosen=chosen,

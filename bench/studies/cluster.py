@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,13 +17,15 @@ from typing import Any
 import numpy as np
 from vllm_specrollout.bench.studies.formulas import Floats, StepLine, best_window
 from vllm_specrollout.bench.studies.group import Workload
+from vllm_specrollout.bench.studies.h200 import RealSteps
 
 from vllm_specrollout.cluster import ladder
-from vllm_specrollout.cluster.rates import coupled_rate, decoupled_rate, plain_rate, step_time, stream
+from vllm_specrollout.cluster.rates import coupled_rate, decoupled_rate, step_time, stream
 
 _ROUNDING = 1e-6  # steps
 _LEVELS = 50.0  # of acceptance: as many speeds are computed
 _MODEL = "model"
+Steps = StepLine | RealSteps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,7 @@ class Site:
     per_host: int
     # requests of an engine at once
     places: int
-    verifier: StepLine
+    verifier: Steps
     drafters: tuple[StepLine, StepLine]
     # whether engines draft in their own steps
     drafts: bool = True
@@ -49,6 +50,8 @@ class Site:
     samples: int = 1
     # per token
     prefill_ms: float = 0.03
+    # more of a step that holds prompts
+    prompt_ms: float = 0.0
     rules: ladder.Rules = ladder.Rules()
     beat_ms: float = 1000.0
     # when, which engines, and after how long they are back with the group's weights
@@ -62,42 +65,31 @@ class Outcome:
 
     # [N] ms at which each answer ended; nan before that
     finish_ms: Floats
-    # of commands and resubmissions by kind; `races won`
+    # of commands and resubmissions by kind
     counts: Counter[str] = field(default_factory=Counter)
-    # tokens that copies generated, of all together
+    # tokens that were generated, engines' steps, and those of each request
     tokens: float = 0.0
+    steps: float = 0.0
+    request_steps: float = 0.0
     busy_ms: float = 0.0
-    # processor time of this process in `decide`
-    decide_s: float = 0.0
 
     @property
     def makespan_ms(self) -> float:
         return float(self.finish_ms.max())
 
 
-class Speeds:
-    """Tokens and drafts per step of a request, by what drafts for it and how many run beside it."""
+@cache
+def own_window(p: float, batch: int, verifier: Steps, drafter: StepLine) -> int:
+    """The best for a batch that is accepted alike."""
+    return best_window(coupled_rate, p, batch, verifier, drafter)
 
-    def __init__(self, site: Site) -> None:
-        self._site = site
-        # (acceptance, batch) -> window of an engine's own drafts
-        self.window: Callable[[float, int], int] = cache(self._window)
-        # (acceptance, batch) -> tokens, drafts
-        self.lent: Callable[[float, int], tuple[float, float]] = cache(self._lent)
 
-    def _window(self, p: float, batch: int) -> int:
-        """The best for a batch that is accepted alike; 0 where plain decoding is faster."""
-        site = self._site
-        window = best_window(coupled_rate, p, batch, site.verifier, site.drafters[0])
-        rate = coupled_rate(site.drafters[0], site.verifier, batch, window, p)
-        return window if site.drafts and rate > plain_rate(site.verifier, batch) else 0
-
-    def _lent(self, p: float, batch: int) -> tuple[float, float]:
-        """A drafter with a full house, b_max requests, ahead of an engine that never waits."""
-        site, most = self._site, self._site.rules.most
-        window = best_window(decoupled_rate, p, most, site.verifier, site.drafters[1])
-        found = stream(p, window, window * site.drafters[1].ms(most), step_time(site.verifier, batch, 0.0))
-        return found.tokens, found.drafts
+@cache
+def lent_drafts(p: float, batch: int, most: int, verifier: Steps, drafter: StepLine) -> tuple[float, float]:
+    """Tokens and drafts per step, by a drafter that has b_max requests and an engine that never waits for it."""
+    window = best_window(decoupled_rate, p, most, verifier, drafter)
+    found = stream(p, window, window * drafter.ms(most), step_time(verifier, batch, 0.0))
+    return found.tokens, found.drafts
 
 
 @dataclass(slots=True)
@@ -138,17 +130,16 @@ def simulate(work: Workload, site: Site, first: Mapping[str, str]) -> Outcome:
 
 class _Batch:
     def __init__(self, work: Workload, site: Site, first: Mapping[str, str]) -> None:
-        self._site, self._speeds, self._first = site, Speeds(site), first
+        self._site, self._first = site, first
         self._length = dict(zip((f"r{i}" for i in range(len(work.length))), work.length.tolist(), strict=True))
         levels = np.clip(np.round(work.acceptance * _LEVELS) / _LEVELS, 0.0, 1.0 - 0.5 / _LEVELS)
         self._acceptance = dict(zip(self._length, levels.T.tolist(), strict=True))
         self._workers = {f"e{i}": _Worker(f"e{i}", f"h{i // site.per_host}", site.places) for i in range(site.engines)}
-        # request -> engines that run it, the first one is its home; tokens that the driver has heard
-        self._owners: dict[str, list[str]] = {request: [] for request in self._length}
+        # tokens that the driver has heard
         self._heard = dict.fromkeys(self._length, 0.0)
         self._waiting = [request for request in self._length if request not in first]
         self._prices = ladder.Prices()
-        self._prices.filled(site.prompt, site.prompt * site.prefill_ms / 1e3)
+        self._prices.filled(site.prompt, (site.prompt * site.prefill_ms + site.prompt_ms) / 1e3)
         self._finish: dict[str, float] = {}
         self._outcome = Outcome(np.full(len(self._length), np.nan))
         # (ms, number, what happens, to whom, the stamp with which it counts)
@@ -160,8 +151,7 @@ class _Batch:
         for request, name in self._first.items():
             begun.setdefault(name, []).append(request)
         for name, requests in begun.items():
-            for request in requests:
-                self._join(self._workers[name], request)
+            self._join(self._workers[name], requests)
             self._replan(self._workers[name])
         for ms, engines in self._site.failures:
             self._at(ms, self._fail, engines)
@@ -178,24 +168,26 @@ class _Batch:
         stamp = whom.stamp if isinstance(whom, _Worker) else 0
         heapq.heappush(self._events, (ms, self._number, happens, whom, stamp))
 
-    def _join(self, worker: _Worker, request: str) -> None:
-        """A copy begins with the tokens that are known, whose KV is computed while the others wait."""
+    def _join(self, worker: _Worker, requests: Iterable[str]) -> None:
+        """Requests begin with the tokens that are known, whose KV is computed while the others wait."""
         self._advance(worker)
-        tokens, site = self._heard[request], self._site
-        copy = ladder.Copy(site.prompt, int(tokens))
-        worker.paces[request] = _Pace(copy, tokens, worker.steps, worker.steps, tokens)
-        worker.view.running[request] = copy
-        self._owners[request].append(worker.name)
-        worker.at += (site.prompt + tokens) * site.prefill_ms
-        self._outcome.busy_ms += (site.prompt + tokens) * site.prefill_ms
+        ms, site = self._site.prompt_ms, self._site
+        for request in requests:
+            tokens = self._heard[request]
+            copy = ladder.Copy(site.prompt, int(tokens))
+            worker.paces[request] = _Pace(copy, tokens, worker.steps, worker.steps, tokens)
+            worker.view.running[request] = copy
+            ms += (site.prompt + tokens) * site.prefill_ms
+        worker.at += ms
+        self._outcome.busy_ms += ms
 
     def _leave(self, worker: _Worker, request: str) -> None:
-        """A copy is over: its engine is brought up to now first, so that `_replan` finds all where they are."""
+        """A request leaves: its engine is brought up to now first, so that `_replan` finds all where they are."""
         self._advance(worker)
         pace = worker.paces.pop(request)
         del worker.view.running[request]
-        self._owners[request].remove(worker.name)
         self._outcome.tokens += self._tokens(worker, pace) - pace.began
+        self._outcome.request_steps += worker.steps - pace.joined
 
     def _advance(self, worker: _Worker) -> None:
         passed = self._now - worker.at
@@ -203,6 +195,7 @@ class _Batch:
             worker.at = self._now
             if worker.paces:
                 self._outcome.busy_ms += passed
+                self._outcome.steps += passed / worker.step_ms
                 worker.steps += passed / worker.step_ms
 
     def _tokens(self, worker: _Worker, pace: _Pace) -> float:
@@ -215,42 +208,56 @@ class _Batch:
         self._has_changed = True
         if not worker.paces:
             return
-        batch, site = len(worker.paces), self._site
+        batch = len(worker.paces)
         # batches up to a power of two are drafted for alike, as their graphs are one
         level = 1 << (batch - 1).bit_length()
         if is_lent_anew or level != worker.level:
             self._redraft(worker, level)
-        drafts = sum(pace.drafts for pace in worker.paces.values())
-        worker.step_ms = site.verifier.step_ms(batch, drafts) + worker.window * site.drafters[0].step_ms(batch)
-        self._prices.stepped(len(worker.paces), worker.step_ms / 1e3)
+        worker.step_ms = self._step_ms(batch, sum(pace.drafts for pace in worker.paces.values()), worker.window)
+        self._prices.stepped(batch, worker.step_ms / 1e3)
         steps = min(pace.end for pace in worker.paces.values()) - worker.steps
         self._at(worker.at + max(steps, 0.0) * worker.step_ms, self._end, worker)
 
+    def _step_ms(self, batch: int, drafts: float, window: int) -> float:
+        site = self._site
+        return site.verifier.ms(batch, drafts / batch) + window * site.drafters[0].ms(batch)
+
     def _redraft(self, worker: _Worker, level: int) -> None:
-        """A window for the batch, and what each request gets of it or of a drafter that is lent to it."""
-        own = [self._acceptance[request][0] for request in worker.paces]
-        worker.level, worker.window = level, self._speeds.window(round(sum(own) / len(own), 2), level)
-        lent = set().union(*worker.view.lent.values())
+        """What each request gets of the engine's own drafts and of a drafter that is lent to it, where that pays.
+
+        Engines draft where all together get more tokens per millisecond by it, as a budget chooses.
+        """
+        site, batch, lent = self._site, len(worker.paces), set().union(*worker.view.lent.values())
+        verifier, (drafter, model) = site.verifier, site.drafters
+        own = sum(self._acceptance[request][0] for request in worker.paces) / batch
+        plain: dict[str, tuple[float, float]] = dict.fromkeys(worker.paces, (1.0, 0.0))
+        # (tokens per ms, number, window, request -> tokens, drafts)
+        ways = [(batch / self._step_ms(batch, 0.0, 0), 0, 0, plain)]
+        for window in {0, own_window(round(own, 2), level, verifier, drafter) if site.drafts else 0}:
+            each = plain
+            if window:
+                rates = ((request, self._acceptance[request][0]) for request in worker.paces)
+                each = {request: ((1.0 - p ** (window + 1)) / (1.0 - p), float(window)) for request, p in rates}
+            for helped in (False, True) if lent else (False,):
+                if helped:
+                    known = {r: self._acceptance[r][1] for r in lent if r in each}
+                    gained = {r: lent_drafts(p, level, site.rules.most, verifier, model) for r, p in known.items()}
+                    each = each | {r: max(each[r], one) for r, one in gained.items()}
+                tokens, drafts = (sum(column) for column in zip(*each.values(), strict=True))
+                ways.append((tokens / self._step_ms(batch, drafts, window), len(ways), window, each))
+        _, _, worker.window, chosen = max(ways)
+        worker.level = level
         for request, pace in worker.paces.items():
-            p, model = self._acceptance[request]
-            gained = (1.0 - p ** (worker.window + 1)) / (1.0 - p), float(worker.window)
-            if request in lent:
-                gained = max(gained, self._speeds.lent(model, level))
             pace.tokens, pace.since = self._tokens(worker, pace), worker.steps
-            pace.each, pace.drafts = gained
+            pace.each, pace.drafts = chosen[request]
             pace.end = worker.steps + (self._length[request] - pace.tokens) / pace.each
 
     def _end(self, worker: _Worker) -> None:
-        """Answers that are complete; the first copy ends all others."""
+        """Answers that are complete."""
         self._advance(worker)
         for request in [r for r, pace in worker.paces.items() if pace.end <= worker.steps + _ROUNDING]:
             self._finish[request] = self._now
-            owners = list(self._owners[request])
-            self._outcome.counts["races won"] += owners[0] != worker.name
-            for name in owners:
-                self._leave(self._workers[name], request)
-                if name != worker.name:
-                    self._replan(self._workers[name], is_lent_anew=False)
+            self._leave(worker, request)
         self._replan(worker, is_lent_anew=False)
 
     def _beat(self, _: None) -> None:
@@ -259,11 +266,9 @@ class _Batch:
             self._has_changed = False
             for worker in self._workers.values():
                 self._report(worker)
-            begun = time.process_time()
             engines = {name: worker.view for name, worker in self._workers.items()}
             waiting = [(request, f"p{int(request[1:]) // self._site.samples}") for request in self._waiting]
             commands = ladder.decide(waiting, engines, 1, {}, self._site.rules, self._prices)
-            self._outcome.decide_s += time.process_time() - begun
             self._carry_out(commands)
         if not self._events:
             raise RuntimeError(f"{len(self._length) - len(self._finish)} requests are lost: nothing more would happen")
@@ -278,21 +283,25 @@ class _Batch:
             self._heard[request] = max(self._heard[request], tokens)
 
     def _carry_out(self, commands: Iterable[ladder.Command]) -> None:
+        joining: dict[str, list[str]] = {}
         touched: dict[str, None] = {}
         for one in commands:
-            worker = self._workers[one.engine]
             self._outcome.counts[type(one).__name__.lower()] += 1
             touched[one.engine] = None
             if isinstance(one, ladder.Attach):
-                worker.view.lent.pop(one.lender, None)
+                lent = self._workers[one.engine].view.lent
+                lent.pop(one.lender, None)
                 if one.requests:
-                    worker.view.lent[one.lender] = one.requests
+                    lent[one.lender] = one.requests
                 continue
             if isinstance(one, ladder.Move):
                 touched[one.source] = None
                 self._leave(self._workers[one.source], one.request)
-            self._join(worker, one.request)
-        self._waiting = [request for request in self._waiting if not self._owners[request]]
+            joining.setdefault(one.engine, []).append(one.request)
+        for name, requests in joining.items():
+            self._join(self._workers[name], requests)
+        begun = {request for requests in joining.values() for request in requests}
+        self._waiting = [request for request in self._waiting if request not in begun]
         for name in touched:
             self._replan(self._workers[name])
 
@@ -304,9 +313,8 @@ class _Batch:
             self._report(worker)
             for request in list(worker.paces):
                 self._leave(worker, request)
-                if not self._owners[request]:
-                    self._waiting.append(request)
-                    self._outcome.counts["resubmitted"] += 1
+                self._waiting.append(request)
+                self._outcome.counts["resubmitted"] += 1
             worker.view.version = None
             worker.view.lent.clear()
             self._replan(worker)

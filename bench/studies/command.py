@@ -11,7 +11,7 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
-from vllm_specrollout.bench.studies import fastgrpo, one_request, rhymerl, specactor, tlt, what_if
+from vllm_specrollout.bench.studies import fastgrpo, rhymerl, specactor, tlt, what_if
 from vllm_specrollout.bench.studies.report import Inputs, ResultTable, StudyReport
 
 from vllm_specrollout.cli import flags
@@ -26,7 +26,6 @@ STUDIES: dict[str, tuple[type[Inputs], Callable[[Any, int], StudyReport]]] = {
     "rhymerl": (rhymerl.RhymeRLInputs, rhymerl.run),
     "fastgrpo": (fastgrpo.FastGrpoInputs, fastgrpo.run),
     "what-if": (what_if.WhatIfInputs, what_if.run),
-    "one-request": (one_request.OneRequestInputs, one_request.run),
 }
 """Name -> its inputs, and what runs it, whose documentation's first line says what it reproduces."""
 

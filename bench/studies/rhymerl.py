@@ -1,6 +1,6 @@
 """RhymeRL: Table 2, how well last epoch's lengths rank this epoch's answers; and section 7.2's ablation.
 
-Ranks, their order, the two tiers and the outliers are those of `cluster/histopipe.py`. A trainer is one step off: a
+Ranks, their order, the two tiers and the outliers are those of `histopipe.py`. A trainer is one step off: a
 worker begins a step once it has ended its last one and the step before that is learned.
 """
 
@@ -14,10 +14,9 @@ from itertools import cycle
 from statistics import NormalDist
 
 import numpy as np
+from vllm_specrollout.bench.studies import histopipe
 from vllm_specrollout.bench.studies.formulas import Floats, Ints, StepLine, drain_ms
 from vllm_specrollout.bench.studies.report import Cell, Inputs, Number, ResultTable, Share, StudyReport, error_of
-
-from vllm_specrollout.cluster import histopipe
 
 TABLE_2 = {
     ("first", 8): (85.7, 12.2, 0.61, 1.49),

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from vllm_specrollout.bench.studies.formulas import Floats, Ints, StepLine, best_window
 from vllm_specrollout.bench.studies.group import Group, Guesses, Mode, Workload
 
 from vllm_specrollout.cluster.assignment import Worker, assign
 from vllm_specrollout.cluster.rates import decoupled_rate
-from vllm_specrollout.cluster.reconfigure import surely_below
 from vllm_specrollout.errors import ConfigError
 
 
@@ -87,8 +87,7 @@ class Outcome:
 class Reconfiguration:
     """Algorithm 2 at the present batch: one window for the group, own ones for requests well below its average.
 
-    Who is below by more than chance is what engines say. What differs from vllm_specrollout/cluster/reconfigure.py:
-    the group's own window is planned anew as well, since a simulated batch shrinks from hundreds of requests to one. A
+    The group's own window is planned anew as well, since a simulated batch shrinks from hundreds of requests to one. A
     request that is below gets the window that would be best if all matched as it does. All stay decoupled.
     """
 
@@ -108,6 +107,21 @@ class Reconfiguration:
 
     def _best(self, p: float, batch: int) -> int:
         return best_window(decoupled_rate, min(p, 0.999), batch, self._verifier, self._drafter)
+
+
+def surely_below(tried: Ints, matched: Ints) -> NDArray[np.bool_]:
+    """[R] whether a request matches less than all together by more than chance.
+
+    m matches of n trials are fewer than p n by more than two standard errors of a binomial count, less the usual half
+    for whole numbers: p n - m - 1/2 > 2 sqrt(n p (1 - p)). By chance alone half of all requests are below the average,
+    and about one in 44 is so far below.
+
+    Args:
+        tried, matched: [R] drafted tokens, and how many of them the target sampled itself.
+    """
+    mean = int(matched.sum()) / max(int(tried.sum()), 1)
+    below: NDArray[np.bool_] = mean * tried - matched - 0.5 > 2.0 * np.sqrt(tried * (mean * (1.0 - mean)))
+    return below
 
 
 def simulate(work: Workload, setup: Setup, seed: int = 0) -> Outcome:

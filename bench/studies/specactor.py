@@ -13,16 +13,16 @@ from dataclasses import replace
 
 import numpy as np
 from vllm_specrollout.bench.studies.answers import AnswersInputs, draw_answers
-from vllm_specrollout.bench.studies.formulas import Rate, StepLine, best_window, exact_rate
+from vllm_specrollout.bench.studies.formulas import MAX_WINDOW, Rate, StepLine, best_window, exact_rate, printed_rate
 from vllm_specrollout.bench.studies.group import Mode, Workload
+from vllm_specrollout.bench.studies.rehearsal import Match, Setting, rehearse
 from vllm_specrollout.bench.studies.report import Cell, Curve, Number, ResultTable, Share, StudyReport
 from vllm_specrollout.bench.studies.rollout import Outcome, Racing, Reconfiguration, Setup, simulate
 
 from vllm_specrollout.cluster.planner import Plan, plan_devices
-from vllm_specrollout.cluster.planner import Workload as Planned
-from vllm_specrollout.cluster.rates import AffineTime, coupled_rate, decoupled_rate, plain_rate, printed_rate
-from vllm_specrollout.cluster.reconfigure import MAX_WINDOW
-from vllm_specrollout.cluster.rehearsal import Match
+from vllm_specrollout.cluster.profiles import DrafterProfile
+from vllm_specrollout.cluster.rates import AffineTime, coupled_rate, decoupled_rate, plain_rate
+from vllm_specrollout.cluster.rates import Mode as Planned
 
 ARMS = {
     "plain": ("", 1.0),
@@ -38,6 +38,7 @@ ARMS = {
 READINGS: dict[str, Rate] = {"paper": printed_rate, "exact": exact_rate, "plain meanwhile": decoupled_rate}
 """Of decoupled speed: tau as printed, by renewal, and with a verifier that decodes plainly what has no window."""
 _SCANNED = 256  # requests
+_REHEARSED = 16  # requests at most: each stands for so many of a larger batch
 _WANTED = 1.3
 # per row beyond the knee, over the base divided by 256: 1 doubles the step at 256 further rows
 _ROWS = (0.0, 0.1, 0.3, 1.0, 3.0)
@@ -126,34 +127,49 @@ def setups(inputs: SpecActorInputs, work: Workload) -> dict[str, Setup]:
     return dict(zip(ARMS, arms, strict=True))
 
 
-def plans(inputs: SpecActorInputs, work: Workload, seed: int) -> tuple[Plan, ...]:
-    """What `plan_devices` says of the batch at the beginning: the best of each kind of group, fastest first.
-
-    The planner takes a line: the verifier's beyond the knee, where groups begin, and right for coupled groups' batch.
-    """
-    batch, row = len(work.length) / (inputs.gpus // inputs.verifier_gpus), inputs.row_ms
-    fixed = max(inputs.base_ms - row * inputs.knee_rows, 0.0)
-    verify = AffineTime((_verifier(inputs).ms(batch) - fixed) / batch, fixed, row)
-    match = Match.of_shares((float(work.acceptance[0].mean()),), np.random.default_rng(seed))
-    planned = Planned(
+def plans(inputs: SpecActorInputs, work: Workload) -> tuple[Plan, ...]:
+    """What `plan_devices` says of the batch at the beginning: the best of each kind of group, fastest first."""
+    planned = DrafterProfile(
         draft=AffineTime(inputs.draft_request_ms[0], inputs.draft_ms[0]),
-        verify={int(inputs.verifier_gpus): verify},
-        match=match,
-        max_window=MAX_WINDOW,
+        verify={int(inputs.verifier_gpus): _line(inputs, len(work.length))},
+        match=float(work.acceptance[0].mean()),
     )
-    return plan_devices(planned, int(inputs.gpus), len(work.length), seed=seed)
+    return plan_devices(planned, int(inputs.gpus), len(work.length), max_window=MAX_WINDOW)
 
 
-def _planned(found: tuple[Plan, ...], requests: int) -> ResultTable:
-    """What all groups yield together, by rehearsal and as the paper's tau has it for that window."""
-    columns = ("groups", "drafting + verifying GPUs", "requests", "window", "tokens/s, rehearsed", "as tau has it")
+def _line(inputs: SpecActorInputs, requests: int) -> AffineTime:
+    """The verifier's beyond the knee, where groups begin, and right for coupled groups' batch: the planner takes a
+    line."""
+    batch, row = requests / (inputs.gpus // inputs.verifier_gpus), inputs.row_ms
+    fixed = max(inputs.base_ms - row * inputs.knee_rows, 0.0)
+    return AffineTime((_verifier(inputs).ms(batch) - fixed) / batch, fixed, row)
+
+
+def rehearsed(inputs: SpecActorInputs, work: Workload, plan: Plan, seed: int) -> float:
+    """Tokens per second of all requests, as the product's own draft trees yield them in a decoupled plan's group."""
+    verify, each = _line(inputs, len(work.length)), plan.batch / min(plan.batch, _REHEARSED)
+    draft = AffineTime(inputs.draft_request_ms[0], inputs.draft_ms[0]).shared_by(plan.draft_gpus)
+    setting = Setting(
+        verify_ms=lambda requests, rows: verify.ms(requests * each, rows / requests),
+        draft_ms=lambda lines, more: draft.ms(lines * each, more / lines),
+        match=Match.of_shares((float(work.acceptance[0].mean()),), np.random.default_rng(seed)),
+        batch=min(plan.batch, _REHEARSED),
+        window=plan.window,
+        fan_out=1,
+        most_drafts=plan.window,
+        most_depth=plan.window,
+    )
+    return 1e3 * rehearse(setting, np.random.default_rng(seed), 100).rate * len(work.length)
+
+
+def _planned(found: tuple[Plan, ...], inputs: SpecActorInputs, work: Workload, seed: int) -> ResultTable:
+    """What all groups yield together, by the planner's formula and by rehearsal of the draft trees themselves."""
+    columns = ("groups", "drafting + verifying GPUs", "requests", "window", "tokens/s, planned", "rehearsed")
     rows = []
     for one in found:
-        printed = "-" if one.printed_per_s is None else f"{one.printed_per_s * requests:,.0f}"
+        trees = f"{rehearsed(inputs, work, one, seed):,.0f}" if one.mode is Planned.DECOUPLED else "-"
         devices = f"{one.draft_gpus} + {one.verify_gpus}"
-        rows.append(
-            (one.mode.value, devices, str(one.batch), str(one.window), f"{one.total_tokens_per_s:,.0f}", printed)
-        )
+        rows.append((one.mode.value, devices, str(one.batch), str(one.window), f"{one.total_tokens_per_s:,.0f}", trees))
     return ResultTable("Algorithm 1 as the product plans, for the batch at the beginning", columns, tuple(rows))
 
 
@@ -179,7 +195,7 @@ def run(inputs: SpecActorInputs, seed: int) -> StudyReport:
     planned = setups(inputs, work)
     columns = ("arm", "groups", "window", "s", "ours", "paper", "faster in", "of plain", "idle", "waste", "races won")
     rows = tuple(_row(name, planned[name], arms, figures) for name in ARMS)
-    chosen = plans(inputs, work, seed)
+    chosen = plans(inputs, work)
     figures["planned tokens/s"] = chosen[0].total_tokens_per_s
     scanned, found, gains = scan(inputs)
     first = {name: own[0].running_curve() for name, own in arms.items()}
@@ -188,7 +204,7 @@ def run(inputs: SpecActorInputs, seed: int) -> StudyReport:
         title="SpecActor, section 5.4: ablation on DAPO-32B-20K, Qwen2.5-32B, 256 Hopper GPUs, TP 4",
         tables=(
             ResultTable("mean of the rollouts, all arms on the same answers", columns, rows),
-            _planned(chosen, int(inputs.requests)),
+            _planned(chosen, inputs, work, seed),
             scanned,
         ),
         figures=figures

@@ -29,8 +29,6 @@ Score Received::Close(int64_t handle) {
   const auto found = followed_.find(handle);
   if (found == followed_.end()) return Score{};
   const Score score = found->second.score;
-  ranks_.insert(ranks_.end(), found->second.met.begin(), found->second.met.end());
-  if (ranks_.size() > kMostRanks) ranks_.erase(ranks_.begin(), ranks_.end() - kMostRanks);
   followed_.erase(found);
   return score;
 }
@@ -72,7 +70,6 @@ bool Received::Walk(Followed* own, const Text& text) {
       if (own->token_ids[i] == token && own->ranks[i] < rank) next = i, rank = own->ranks[i];
     }
     if (has_choice && own->covers >= own->ranked) {
-      own->met.push_back(static_cast<uint8_t>(rank));
       ++own->score.tried;
       own->score.matched += rank == 0;
       own->score.covered += rank < kNone;
@@ -129,12 +126,6 @@ void Received::Tell(size_t count, const int64_t* handles, const Text* texts, New
     out->token_ids.insert(out->token_ids.end(), texts[r].tokens + told, texts[r].tokens + texts[r].count);
     told = texts[r].count;
   }
-}
-
-std::vector<int32_t> Received::TakeRanks() {
-  std::vector<int32_t> taken(ranks_.begin(), ranks_.end());
-  ranks_.clear();
-  return taken;
 }
 
 }  // namespace specrollout

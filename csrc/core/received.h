@@ -4,7 +4,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -53,7 +52,6 @@ struct Score {
 class Received {
  public:
   static constexpr int kNone = 8;  // rank of a token that no choice was
-  static constexpr size_t kMostRanks = 1 << 16;
 
   // What is wrong with trees that came out of another process; empty: nothing.
   static std::string Misshapen(const ArrivedTrees& trees, int64_t vocab_size);
@@ -74,9 +72,6 @@ class Received {
   // What is new of requests that are open; from now on it counts as told.
   void Tell(size_t count, const int64_t* handles, const Text* texts, News* out);
 
-  // Which of the choices the tokens of requests that are closed were, one request behind another; they are told once.
-  std::vector<int32_t> TakeRanks();
-
  private:
   struct Followed {
     std::vector<int32_t> token_ids, parents;
@@ -86,7 +81,6 @@ class Received {
     int64_t covers = 0;  // tokens of the request up to there
     int64_t told = 0;
     int64_t ranked = 0;  // tokens whose ranks are known, or never will be
-    std::vector<uint8_t> met;
     Score score;
   };
 
@@ -94,7 +88,6 @@ class Received {
   void Append(const Followed& own, int32_t most, int32_t depth, bool is_chain, FittingTrees* out);
 
   std::unordered_map<int64_t, Followed> followed_;
-  std::deque<uint8_t> ranks_;
   std::vector<int32_t> place_, level_, seen_;  // of the tree at hand
 };
 

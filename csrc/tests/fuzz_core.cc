@@ -370,7 +370,6 @@ void FuzzReceived(Chance* chance) {
     received.Tell(4, handles.data(), now.data(), &news);
     if (chance->OneIn(4)) received.Close(chance->Below(4));
   }
-  received.TakeRanks();
 }
 
 void Round(uint64_t seed) {

@@ -15,7 +15,6 @@ from vllm_specrollout.cluster.link import Link
 from vllm_specrollout.cluster.messages import Drafted, Hello, Message, Told, ints, longs
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.trees.build import depths
-from vllm_specrollout.worker.models.decoupled import Placing
 
 PATIENCE_S = 600.0  # for a process to begin, on a host that does much else; no test waits so long where all is well
 
@@ -73,7 +72,7 @@ class Overheard:
                 self.told[handle] += count
             for handle in longs(message.closed).tolist():
                 self.told.pop(handle, None)
-            self.windows |= set(ints(message.windows).tolist()) or {message.window}
+            self.windows.add(message.window)
         return self.mail.send(message)
 
     def receive(self) -> Iterator[Message]:
@@ -99,11 +98,6 @@ class Overheard:
         found = [self.trees.get(handle, (0, 0)) for handle in self.told]
         held = [own[0] == told and own[1] >= levels for own, told in zip(found, self.told.values(), strict=True)]
         return 2 * sum(held) >= len(held)
-
-
-def placing_of(ours: Any) -> Placing:
-    """What changes where our engine's model drafts."""
-    return next(one for one in ours.runner.spec_rollout.listeners if isinstance(one, Placing))
 
 
 def until(holds: Callable[[], object]) -> None:

@@ -103,7 +103,7 @@ def chain(nodes: list[tuple[int, int, int, float]]) -> list[int]:
 def opened(handle: int, tokens: list[int], **changed: Any) -> Opened:
     given: dict[str, Any] = {
         "handle": handle, "token_ids": np.array(tokens, np.int32).tobytes(), "prompt_tokens": len(PROMPT), "seed": 7,
-        "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 100, "window": 4, "is_coupled": False,
+        "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 100, "window": 4,
     }  # fmt: skip
     return Opened(**{**given, **changed})
 

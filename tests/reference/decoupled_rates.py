@@ -58,7 +58,6 @@ class Request:
 
     w: int
     p: float
-    is_ahead: bool = True
     known: int = 0
     drafted: int = 0
     at: float = 0.0
@@ -86,9 +85,6 @@ def never_waiting(
                         request.known, request.at = 1, begin
                         advance(request, token_ms, now)
                     break
-            else:
-                if size and not request.is_ahead:
-                    restart(request, now)
     return tokens / now
 
 
@@ -101,7 +97,7 @@ def arrived(request: Request) -> int:
 def advance(request: Request, token_ms: float, until: float) -> None:
     """Draft until then, but no further than one window ahead of what was answered."""
     while True:
-        most = (request.known // request.w + 2) * request.w if request.is_ahead else request.w
+        most = (request.known // request.w + 2) * request.w
         if request.drafted >= most:
             request.at = until
             return

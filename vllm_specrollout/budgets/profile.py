@@ -11,10 +11,10 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,6 +24,7 @@ from vllm_specrollout.budgets.papers.fastgrpo import FastGrpoBudget
 from vllm_specrollout.budgets.step_cost import COLUMNS, StepCost, Timing
 from vllm_specrollout.config import envs
 from vllm_specrollout.drafters.base import BaseDrafter
+from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.trees.batch import batch_of, merge_select
 from vllm_specrollout.types import (
     ROOT,
@@ -43,6 +44,7 @@ SIZES = (0, 1, 2, 4, 8, 16)
 WIDTH = 4
 _SMALLEST_TREE = 8
 _FORMAT = 1
+_File = TypeVar("_File", bound=msgspec.Struct)
 # of a model's configuration, what says nothing of its speed
 _NOT_SHAPE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
@@ -64,8 +66,7 @@ class ProfileKey:
     @property
     def path(self) -> Path:
         """The file that holds such a profile, if there is one."""
-        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
-        return envs.cache_dir() / "profiles" / f"{digest}.json"
+        return folder() / f"{digest(self)}.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +97,26 @@ def shape_hash(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def replace_file(path: Path, content: bytes) -> None:
+# --- files of profiles: of steps, and of drafters (cluster/profiles.py) -----------------------------------------------
+
+
+def folder() -> Path:
+    """Of this user's profiles."""
+    return envs.cache_dir() / "profiles"
+
+
+def digest(key: Any) -> str:
+    """A name for what a profile is of."""
+    return hashlib.sha256(msgspec.json.encode(key)).hexdigest()[:16]
+
+
+def write(path: Path, body: msgspec.Struct) -> None:
     """Put a file in the place of an older one, whole or not at all.
 
     Raises:
         OSError: the disk refuses.
     """
+    content = msgspec.json.encode(body)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     try:
@@ -113,6 +128,20 @@ def replace_file(path: Path, content: bytes) -> None:
         raise
 
 
+def read_file(path: Path, kind: type[_File], check: Callable[[_File], None], way: str) -> _File | None:
+    """What a file holds; None where there is none, or, after one warning that ends in `way`, where it is of no use."""
+    try:
+        body = msgspec.json.decode(path.read_bytes(), type=kind)
+        check(body)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, ConfigError) as error:
+        said = "The profile %s cannot be used (%s: %s) and is ignored; %s"
+        logger.warning(said, path, type(error).__name__, error, way)
+        return None
+    return body
+
+
 def save(profile: Profile) -> Path:
     """Write a profile in the place of an older one of the same key; whole or not at all.
 
@@ -121,29 +150,21 @@ def save(profile: Profile) -> Path:
     """
     bare = [replace(timing, step_ms=timing.step_ms - timing.ask_ms, ask_ms=0.0) for timing in profile.timings]
     body = _Body(_FORMAT, profile.key, profile.name, COLUMNS, [Timing.of(timing) for timing in bare])
-    replace_file(profile.key.path, msgspec.json.encode(body))
+    write(profile.key.path, body)
     return profile.key.path
 
 
 def load(key: ProfileKey) -> Profile | None:
     """The profile of this key; None where there is none, or, after one warning, where it cannot be used."""
-    try:
-        body = msgspec.json.decode(key.path.read_bytes(), type=_Body)
+
+    def check(body: _Body) -> None:
         if body.format != _FORMAT or body.key != key or body.columns != COLUMNS:
             raise ValueError("it is of another model or host, or of another release")
         if not body.rows or any(timing.step_ms <= 0.0 for timing in body.rows):
             raise ValueError("it holds no steps, or one that took no time")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        logger.warning(
-            "The profile %s cannot be used (%s: %s) and is ignored; run `specrollout profile` again",
-            key.path,
-            type(error).__name__,
-            error,
-        )
-        return None
-    return Profile(key, body.name, tuple(timing.step() for timing in body.rows))
+
+    body = read_file(key.path, _Body, check, "run `specrollout profile` again")
+    return None if body is None else Profile(key, body.name, tuple(timing.step() for timing in body.rows))
 
 
 # --- the sweep --------------------------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ def serve(
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _DESCRIPTORS if most == resource.RLIM_INFINITY else min(most, _DESCRIPTORS)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
-    from vllm_specrollout.cluster.archive import Archive
+    from vllm_specrollout.history.archive import Archive
 
     is_over = threading.Event()
     for one in (signal.SIGINT, signal.SIGTERM):

@@ -1,7 +1,6 @@
 """`specrollout plan`: what to set up before an engine starts.
 
-`plan decoupled`: which model drafts, on how many devices, and how far ahead, by rehearsal with what engines have
-measured.
+`plan decoupled`: which model drafts, on how many devices, and how far ahead, by what engines have measured.
 """
 
 from __future__ import annotations
@@ -16,16 +15,17 @@ import typer
 import typer.core
 
 from vllm_specrollout.cli import flags
-from vllm_specrollout.cluster.planner import Plan, plan_devices, workload
+from vllm_specrollout.cluster.planner import Plan, plan_devices
 from vllm_specrollout.cluster.profiles import DrafterProfile, kept, of_model, read
 from vllm_specrollout.cluster.rates import Mode
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.types import MOST_NODES
 
 _MOST_GPUS, _MOST_REQUESTS = 1 << 16, 1 << 24
+_MOST_COMMANDS, _PORT = 8, 8000
 _TITLES = (
     *("plan", "drafter", "drafting", "verifying", "requests", "window"),
-    *("tokens/step", "tokens/s each", "in all", "of the best", "by paper"),
+    *("groups", "tokens/step", "tokens/s each", "in all", "of the best"),
 )
 
 
@@ -70,8 +70,8 @@ def plan_decoupled_command(
         Path | None, typer.Option(help="Write the best plan to this file, for `--spec-rollout FILE`.")
     ] = None,
 ) -> None:
-    """Plan drafters and verifiers by rehearsing their draft trees: tokens per second of plain, coupled and decoupled
-    groups, the best first."""
+    """Plan drafters and verifiers: tokens per second of groups that decode plainly, draft by what they have, or with a
+    model in their steps or beside them; the best first."""
     flags.in_range(gpus, "--gpus", 1, _MOST_GPUS)
     flags.in_range(batch, "--batch", 1, _MOST_REQUESTS)
     flags.in_range(max_window, "--max-window", 1, MOST_NODES)
@@ -82,7 +82,7 @@ def plan_decoupled_command(
         (
             (plan, known)
             for known in _profiles(model, drafter, profile)
-            for plan in plan_devices(workload(known, max_window), gpus, batch, one_host=one_host)
+            for plan in plan_devices(known, gpus, batch, max_window=max_window, one_host=one_host)
         ),
         key=lambda pair: -pair[0].tokens_per_s,
     )
@@ -93,8 +93,7 @@ def plan_decoupled_command(
     if apply is not None:
         plan, known = plans[0]
         apply.write_text(json.dumps(configuration(plan, known), indent=2) + "\n", "utf-8")
-        ranks = f" --tensor-parallel-size {plan.verify_gpus}" if plan.verify_gpus > 1 else ""
-        typer.echo(f"vllm serve {known.target or 'MODEL'}{ranks} --spec-rollout {apply}")
+        _print_commands(plan, known, apply)
 
 
 def _profiles(model: str | None, drafter: str | None, file: Path | None) -> list[DrafterProfile]:
@@ -123,8 +122,9 @@ def _profiles(model: str | None, drafter: str | None, file: Path | None) -> list
 
 def configuration(plan: Plan, profile: DrafterProfile) -> dict[str, Any]:
     """What `--spec-rollout` takes, for one group of a plan."""
-    if plan.mode is Mode.PLAIN:
-        return {"placement": "coupled"}
+    if plan.mode in (Mode.PLAIN, Mode.OWN):
+        # where nothing is known of the engine's own drafts, that its model does not pay says nothing of them
+        return {"placement": "coupled"} | ({"budget": "off"} if plan.mode is Mode.PLAIN and profile.own else {})
     model = profile.drafter or "DRAFTER"
     # a comb of so many levels, or windows of so many tokens
     drafts = {"method": "draft_model", "model": model, "num_speculative_tokens": plan.window}
@@ -133,27 +133,43 @@ def configuration(plan: Plan, profile: DrafterProfile) -> dict[str, Any]:
     kind = profile.device.partition(":")[0] or "cuda"
     places = [f"{kind}:{plan.verify_gpus + i}" for i in range(plan.draft_gpus)]
     more = [{"model": model, "devices": [place]} for place in places[1:]]
-    own = {"window": plan.window, "fan_out": min(profile.fan_out, 8)} | ({"drafters": more} if more else {})
+    own = {"window": plan.window} | ({"drafters": more} if more else {})
     return {"placement": "decoupled", "speculative_config": drafts, "devices": places[:1], "decoupled": own}
+
+
+def _print_commands(plan: Plan, profile: DrafterProfile, file: Path) -> None:
+    """What starts all groups: the file is one group's, and each group has devices of its own."""
+    ranks = f" --tensor-parallel-size {plan.verify_gpus}" if plan.verify_gpus > 1 else ""
+    command = f"vllm serve {profile.target or 'MODEL'}{ranks} --spec-rollout {file}"
+    size = plan.draft_gpus + plan.verify_gpus
+    if plan.groups > 1:
+        typer.echo(
+            f"The file is wanted {plan.groups} times: for {plan.groups} engines, on {size} devices of its own each."
+        )
+    for group in range(min(plan.groups, _MOST_COMMANDS)):
+        devices = ",".join(str(group * size + i) for i in range(size))
+        place = f"CUDA_VISIBLE_DEVICES={devices} " if profile.device.startswith("cuda") and plan.groups > 1 else ""
+        typer.echo(f"{place}{command}{f' --port {_PORT + group}' if plan.groups > 1 else ''}")
+    if plan.groups > _MOST_COMMANDS:
+        typer.echo(f"... and so on with the devices of other hosts, {plan.groups} engines in all")
 
 
 def _print_plans(plans: Sequence[tuple[Plan, DrafterProfile]]) -> None:
     rows = [
         (
             plan.mode.value,
-            "-" if plan.mode is Mode.PLAIN else Path(known.drafter).name or "-",
+            "-" if plan.mode in (Mode.PLAIN, Mode.OWN) else Path(known.drafter).name or "-",
             plan.draft_gpus or "-",
             plan.verify_gpus,
             plan.batch,
             plan.window or "-",
+            plan.groups,
             f"{plan.tokens_per_step:.2f}",
             f"{plan.tokens_per_s:.1f}",
             f"{plan.total_tokens_per_s:.0f}",
             f"{plan.tokens_per_s / plans[0][0].tokens_per_s:.2f}x",
-            "-" if plan.printed_per_s is None else f"{plan.printed_per_s:.1f}",
         )
         for plan, known in plans
     ]
     console = flags.print_table(_TITLES, rows)
-    console.print("Devices, requests and window are a group's. The verifier never waits; by the paper's tau it does.")
-    console.print("Tokens per second are rehearsed estimates, not measured.", highlight=False)
+    console.print("Devices, requests and window are a group's. Tokens per second are estimates.", highlight=False)

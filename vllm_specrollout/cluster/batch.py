@@ -1,8 +1,7 @@
 """Batch of a group: its requests as they are asked, what has come of each, and what each came to. Pure.
 
-A request may run at several engines at once. Each copy's tokens are kept apart, so an answer is always one engine's.
-The first copy to end is the answer. All copies end with the same tokens; where rounding ever made two differ, that is
-counted, and the answer is still one that the target gave.
+A request has one engine at most. What came of it stays known when that engine loses it, and the next one goes on from
+there.
 """
 
 from __future__ import annotations
@@ -43,24 +42,10 @@ class Answer:
     finish_reason: str
     # the stop token or string; empty: the end of the text, or of the length
     stop_reason: str
-    # the engine that ended it first
+    # the one that ended it
     engine: str
-    # engines that ran it by then
-    copies: int
     # [k] (index of the first token, version of the weights that gave it and those behind it)
     versions: tuple[tuple[int, int], ...]
-
-
-@dataclass(slots=True)
-class Piece:
-    """A request at one engine: its tokens from the first one on."""
-
-    # its name there, another one for each run
-    key: str
-    tokens: list[int]
-    logprobs: list[float]
-    # [k] as in `Answer`
-    versions: list[tuple[int, int]]
 
 
 @dataclass(slots=True)
@@ -73,13 +58,18 @@ class Open:
     params: Any
     # what it is a sample of
     problem: str
+    # whether its tokens bring back all that it is; else it begins anew with each engine
     is_resumable: bool
     # tokens that its answer may have
     most: int = _MOST_TOKEN
-    # engine -> its copy there
-    copies: dict[str, Piece] = field(default_factory=dict)
-    # the longest that an engine which runs it no more has told
-    known: Piece = field(default_factory=lambda: Piece("", [], [], []))
+    # that runs it, and its name there, another one for each run; empty: it waits
+    engine: str = ""
+    key: str = ""
+    # of the answer so far
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    # [k] as in `Answer`
+    versions: list[tuple[int, int]] = field(default_factory=list)
     runs: int = 0
     losses: int = 0
     answer: Answer | None = None
@@ -87,29 +77,27 @@ class Open:
     failure: GroupError | None = None
 
     def begin(self, engine: str, version: int) -> list[int]:
-        """It runs at an engine as well; [n] the tokens that it goes on behind."""
-        best = max([self.known, *self.copies.values()], key=lambda one: len(one.tokens))
+        """It runs at an engine; [n] the tokens that it goes on behind."""
         if not self.is_resumable:
-            best = Piece("", [], [], [])
+            self.tokens, self.logprobs, self.versions = [], [], []
         self.runs += 1
-        versions = list(best.versions)
-        if not versions or versions[-1][1] != version:
-            versions = [one for one in versions if one[0] < len(best.tokens)] + [(len(best.tokens), version)]
-        self.copies[engine] = Piece(f"{self.request}.{self.runs}", list(best.tokens), list(best.logprobs), versions)
-        return list(best.tokens)
+        self.engine, self.key = engine, f"{self.request}.{self.runs}"
+        if not self.versions or self.versions[-1][1] != version:
+            count = len(self.tokens)
+            self.versions = [one for one in self.versions if one[0] < count] + [(count, version)]
+        return list(self.tokens)
 
-    def extend(self, engine: str, part: Part) -> None:
-        """What came of its copy at an engine."""
-        self.copies[engine].tokens += part.tokens
-        self.copies[engine].logprobs += part.logprobs
+    def extend(self, part: Part) -> None:
+        """What came of it where it runs."""
+        self.tokens += part.tokens
+        self.logprobs += part.logprobs
 
-    def leave(self, engine: str) -> str:
-        """An engine runs it no more; its name there."""
-        own = self.copies.pop(engine)
-        self.known = max(self.known, own, key=lambda one: len(one.tokens))
-        return own.key
+    def leave(self) -> str:
+        """Nobody runs it any more; its name where it ran."""
+        self.engine = ""
+        return self.key
 
-    def lose(self, engine: str) -> None:
+    def lose(self) -> None:
         """Its engine ended. Too often, and the request may be why."""
         self.losses += 1
         if self.losses >= MOST_LOSSES:
@@ -118,20 +106,10 @@ class Open:
                 "look at the engines' own messages: the request may be what ends them",
             )
 
-    def end(self, engine: str, finish: str, reason: str) -> int:
-        """It is complete; how many other copies differ in what they have."""
-        own = self.copies[engine]
-        self.answer = Answer(
-            own.key,
-            tuple(own.tokens),
-            tuple(own.logprobs),
-            finish,
-            reason,
-            engine,
-            len(self.copies),
-            tuple(own.versions),
-        )
-        return sum(one.tokens != own.tokens[: len(one.tokens)] for one in self.copies.values())
+    def end(self, finish: str, reason: str) -> None:
+        """It is complete."""
+        tokens, logprobs, versions = tuple(self.tokens), tuple(self.logprobs), tuple(self.versions)
+        self.answer = Answer(self.key, tokens, logprobs, finish, reason, self.engine, versions)
 
 
 class RequestChecker:

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from vllm_specrollout.cluster.batch import Answer, GroupError, Open
-from vllm_specrollout.cluster.histopipe import homes_of_step
 from vllm_specrollout.cluster.ladder import Attach, Command, Copy, Engine, Move, Prices, Rules, decide
 from vllm_specrollout.cluster.reports import Given, Part, Report, Wanted
 from vllm_specrollout.errors import SpecRolloutError
-from vllm_specrollout.scheduling.lengths import Lengths
+from vllm_specrollout.scheduling.lengths import MOST_PROBLEMS, Lengths
 
 logger = logging.getLogger("vllm.specrollout")
 
@@ -50,13 +48,13 @@ class Driver:
     def __init__(
         self, lines: Lines, engines: Sequence[str], rules: Rules, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.counts = dict.fromkeys(("lost", "resubmitted", "moved", "raced", "lent", "disagreements"), 0)
-        """Engines lost, requests that went on elsewhere after that; requests moved and raced; drafters lent; copies
-        that differed from the answer, which rounding alone can do."""
+        self.counts = dict.fromkeys(("lost", "resubmitted", "moved", "lent"), 0)
+        """Engines lost, requests that went on elsewhere after that; requests moved; drafters lent."""
         self.engines = {name: Engine() for name in engines}
         self.wanted = Wanted()
         self.open: dict[str, Open] = {}
-        self.waiting: list[str] = []
+        # in their order
+        self.waiting: dict[str, None] = {}
         self.heard: dict[str, float] = {}
         """Engine that reports -> when it last said something new."""
         self.reasons: dict[str, str] = {}
@@ -81,29 +79,19 @@ class Driver:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def add(self, asked: Mapping[str, Open], step: int | None = None) -> None:
-        """Further requests.
-
-        Args:
-            step: of a trainer that has two in flight: problems are placed by HistoPipe.
-        """
-        if step is not None and self.lengths.num_known:
-            requests = Counter(own.problem for own in asked.values())
-            forecasts = {own.problem: self._expected(own) for own in asked.values()}
-            names, step_s = list(self.engines), self._prices.step_s
-            self._homes |= homes_of_step(forecasts, requests, names, step, step_s)
+    def add(self, asked: Mapping[str, Open]) -> None:
+        """Further requests."""
         self.open |= asked
-        self.waiting += asked
+        self.waiting |= dict.fromkeys(asked)
         self._is_new = True
 
     def drop(self, requests: Iterable[str]) -> None:
         """Forget requests, wherever they run."""
         for request in requests:
-            for name in list(self.open[request].copies):
-                self._stop(name, request)
+            if self.open[request].engine:
+                self._stop(request)
             del self.open[request]
-            if request in self.waiting:
-                self.waiting.remove(request)
+            self.waiting.pop(request, None)
 
     def take_answers(self, requests: Collection[str]) -> dict[str, Answer]:
         """The answers that there are to these requests, which are forgotten.
@@ -129,9 +117,11 @@ class Driver:
             return
         self._is_new, self._decided_at = False, now
         waiting = [(request, self.open[request].problem) for request in self.waiting]
-        forecasts = {}
+        forecasts: dict[str, float] = {}
         if self.lengths.num_known:
-            forecasts = {own.problem: self._expected(own) for own in (self.open[request] for request in self.waiting)}
+            for request, problem in waiting:
+                if problem not in forecasts:
+                    forecasts[problem] = self._expected(self.open[request])
         for command in decide(
             waiting, self.engines, self.wanted.version, self._homes, self.rules, self._prices, forecasts
         ):
@@ -148,25 +138,28 @@ class Driver:
         own = self.open[command.request]
         if isinstance(command, Move):
             self.counts["moved"] += 1
-            self._stop(command.source, command.request)
-            self._homes[own.problem] = command.engine
-        elif own.copies:
-            self.counts["raced"] += 1
+            self._stop(command.request)
         else:
-            self.waiting.remove(command.request)
-            self._homes[own.problem] = command.engine
+            del self.waiting[command.request]
+        self._settle(own.problem, command.engine)
         self._run(command.engine, own)
+
+    def _settle(self, problem: str, engine: str) -> None:
+        """Its siblings are at home there. Of as many problems as lengths are known; the oldest is forgotten."""
+        self._homes.pop(problem, None)
+        self._homes[problem] = engine
+        if len(self._homes) > MOST_PROBLEMS:
+            del self._homes[next(iter(self._homes))]
 
     def _run(self, name: str, own: Open) -> None:
         answer = own.begin(name, self.wanted.version)
-        key = own.copies[name].key
-        self._runs[name, key] = own.request
-        self.engines[name].running[own.request] = Copy(len(own.prompt), len(answer))
-        self._lines.send(name, "give", [Given(key, own.prompt, own.params, answer)])
+        self._runs[name, own.key] = own.request
+        self.engines[name].running[own.request] = Copy(len(own.prompt), len(answer), may_move=own.is_resumable)
+        self._lines.send(name, "give", [Given(own.key, own.prompt, own.params, answer)])
 
     def _attach(self, command: Attach) -> None:
         one, lender = self.engines[command.engine], command.lender
-        keys = [self.open[request].copies[command.engine].key for request in command.requests]
+        keys = [self.open[request].key for request in command.requests]
         address = self.engines[lender].drafter if keys else ""
         if keys:
             self.counts["lent"] += lender not in one.lent
@@ -191,8 +184,7 @@ class Driver:
         if report.pace is not None:
             batch, steps, seconds = report.pace
             self._prices.stepped(batch, seconds / steps)
-        for tokens, seconds in report.fills:
-            self._prices.filled(tokens, seconds)
+        self._prices.filled(*report.filled)
         if report.parts or not one.running:
             self.heard[name] = self._clock()
         for key, part in report.parts.items():
@@ -200,7 +192,7 @@ class Driver:
             if request is None:
                 continue  # it was stopped here meanwhile
             own = self.open[request]
-            own.extend(name, part)
+            own.extend(part)
             copy = one.running[request]
             copy.tokens += len(part.tokens)
             copy.gained += len(part.tokens)
@@ -214,18 +206,26 @@ class Driver:
         if part.finish == "error":
             own.failure = GroupError(f"{name} refused request {own.request}: {part.reason}", "change the request")
         else:
-            self.counts["disagreements"] += own.end(name, part.finish, part.reason)
-            self.lengths.observe(own.problem, len(own.copies[name].tokens))
+            own.end(part.finish, part.reason)
+            self.lengths.observe(own.problem, len(own.tokens))
         self._is_new = True
-        for other in list(own.copies):
-            self._stop(other, own.request, is_over=other == name)
+        self._stop(own.request, is_over=True)
 
-    def _stop(self, name: str, request: str, *, is_over: bool = False) -> None:
-        """This copy is no more; what is known of it stays known."""
-        key = self.open[request].leave(name)
+    def _stop(self, request: str, *, is_over: bool = False) -> None:
+        """It runs no more where it ran; what is known of it stays known."""
+        name = self.open[request].engine
+        key = self.open[request].leave()
         del self._runs[name, key], self.engines[name].running[request]
         if not is_over:
             self._lines.send(name, "cancel", [key])
+
+    def _stop_all(self, name: str) -> list[str]:
+        """What this engine ran waits again, before all others."""
+        stopped = list(self.engines[name].running)
+        for request in stopped:
+            self._stop(request, is_over=True)
+        self.waiting = dict.fromkeys([*stopped, *self.waiting])
+        return stopped
 
     def equip(self, rules: Rules, models: Sequence[str]) -> None:
         """What may be decided from now on, and the models that draft beside engines: these have one each in turns."""
@@ -271,13 +271,9 @@ class Driver:
         self.counts["lost"] += 1
         self._is_new = True
         self.reasons[name] = reason
-        for request in reversed(list(one.running)):
-            own = self.open[request]
-            self._stop(name, request, is_over=True)
-            if not own.copies:
-                own.lose(name)
-                self.waiting.insert(0, request)
-                self.counts["resubmitted"] += 1
+        for request in self._stop_all(name):
+            self.open[request].lose()
+            self.counts["resubmitted"] += 1
         self.heard.pop(name, None)
         for other in list(self.engines):
             if name in self.engines[other].lent:
@@ -309,10 +305,7 @@ class Driver:
         self.wanted = replace(self.wanted, version=self.wanted.version + 1, **what)
         self._is_new = True
         for name, one in self.engines.items():
-            for request in reversed(list(one.running)):
-                self._stop(name, request, is_over=True)  # being admitted ends it
-                if not self.open[request].copies:
-                    self.waiting.insert(0, request)
+            self._stop_all(name)  # being admitted ends it
             one.lent.clear()
             if one.version is not None:
                 one.version = self.wanted.version - 1  # one that was behind is on its way again

@@ -4,8 +4,7 @@
 is given, and keeps nothing.
 
 An idle engine takes over a part of the fullest engine's requests, where the smaller batches repay the prefill (`move`).
-One that stays idle runs a straggler as well (`race`), with a model that drafts beside what its owner has; or its warm
-drafter drafts for the straggler's own engine (`attach`).
+The warm drafter of one that stays idle drafts for the stragglers' own engines (`attach`).
 
 Source: SpecActor, sections 4.2 and 4.3; Algorithm 3 is `assign`.
 """
@@ -13,14 +12,14 @@ Source: SpecActor, sections 4.2 and 4.3; Algorithm 3 is `assign`.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_specrollout.cluster.assignment import Worker, assign
-from vllm_specrollout.cluster.histopipe import Room, deal
+from vllm_specrollout.cluster.dealing import Room, deal
 
-LADDERS = ("off", "move", "race", "attach")
+LADDERS = ("off", "move", "attach")
 
 
 @dataclass(slots=True)
@@ -36,6 +35,8 @@ class Copy:
     steps: int = 0
     # that are expected yet; 0: nothing is known
     left: float = 0.0
+    # whether its tokens bring back all that it is
+    may_move: bool = True
 
     @property
     def rate(self) -> float:
@@ -64,7 +65,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run this request from the tokens known, as well as the engines that run it already."""
+    """Run this request, which nobody runs, from the tokens known."""
 
     engine: str
     request: str
@@ -105,19 +106,23 @@ class Prices:
 
     # of the mean of what was seen, the part that the newest has
     _NEWEST = 0.1
+    KEPT = 64
+    """Of what was heard of prefills, the last ones."""
 
     def __init__(self) -> None:
         # requests that run at once -> seconds of a step
         self._steps: dict[int, float] = {}
-        self._prefill_s: float | None = None
+        # (tokens of prompts, seconds that they took beyond steps without them), as engines told
+        self._fills: deque[tuple[int, float]] = deque(maxlen=self.KEPT)
 
     def stepped(self, batch: int, seconds: float) -> None:
         """A step of `batch` requests took so long."""
         self._steps[batch] = self._mean(self._steps.get(batch), seconds)
 
     def filled(self, tokens: int, seconds: float) -> None:
-        """The first token behind a context of `tokens` took so long, with what waited before it."""
-        self._prefill_s = self._mean(self._prefill_s, seconds / max(tokens, 1))
+        """So many tokens of prompts were computed, in steps that took so much longer for them."""
+        if tokens > 0:
+            self._fills.append((tokens, seconds))
 
     def step_s(self, batch: int) -> float | None:
         """Seconds of a step, on the line between the batches measured beside it; None: there are none on one side."""
@@ -132,8 +137,13 @@ class Prices:
         return self._steps[low] + part * (self._steps[high] - self._steps[low])
 
     def prefill_s(self, tokens: int) -> float | None:
-        """Seconds of a prefill; None: none was seen."""
-        return None if self._prefill_s is None else tokens * self._prefill_s
+        """Seconds of a prefill; None: none was seen. The median of tokens decides: a stall makes none dear."""
+        left = sum(count for count, _ in self._fills) / 2
+        for count, seconds in sorted(self._fills, key=lambda one: one[1] / one[0]):
+            left -= count
+            if left <= 0:
+                return tokens * seconds / count
+        return None
 
     def _mean(self, old: float | None, new: float) -> float:
         return new if old is None else old + self._NEWEST * (new - old)
@@ -159,18 +169,15 @@ def decide(
     able = {name: one for name, one in engines.items() if one.version == version}
     rooms = {name: Room(one.places - len(one.running), _tokens_left(one)) for name, one in able.items()}
     dealt = [Run(engine, request) for request, engine in deal(waiting, rooms, forecasts or {}, homes).items()]
-    begun = {one.engine for one in dealt}
-    idle = [name for name, one in able.items() if not one.running and name not in begun]
     if rules.ladder == "off" or len(dealt) < len(waiting):
         return [*dealt, *_changes(able, {})]
+    begun = {one.engine for one in dealt}
+    idle = [name for name, one in able.items() if not one.running and name not in begun]
     moves = _moves(able, idle, prices)
-    idle = [name for name in idle if name not in {one.engine for one in moves}]
     if rules.ladder == "move":
         return [*dealt, *moves, *_changes(able, {})]
-    if rules.ladder == "attach":
-        return [*dealt, *moves, *_lending(able, idle, rules.most)]
-    races = _races(able, idle, rules.most)
-    return [*dealt, *moves, *races, *_own_drafters(able, races)]
+    taken = {one.engine for one in moves}
+    return [*dealt, *moves, *_lending(able, [name for name in idle if name not in taken], rules.most)]
 
 
 def _tokens_left(engine: Engine) -> float:
@@ -182,11 +189,10 @@ def _moves(able: Mapping[str, Engine], idle: Sequence[str], prices: Prices) -> l
     """Idle engines take over the half of the fullest ones' requests with the shortest contexts, where that pays."""
     out: list[Move] = []
     sources = sorted((name for name in able if able[name].running), key=lambda name: -len(able[name].running))
-    copies = Counter(request for one in able.values() for request in one.running)
     for helper, source in zip(idle, sources, strict=False):
         running = able[source].running
-        alone = sorted((r for r in running if copies[r] == 1), key=lambda r: running[r].prompt + running[r].tokens)
-        chosen = alone[: min(len(running) // 2, able[helper].places)]
+        free = sorted((r for r in running if running[r].may_move), key=lambda r: running[r].prompt + running[r].tokens)
+        chosen = free[: min(len(running) // 2, able[helper].places)]
         if chosen and _pays(running, chosen, prices):
             out += [Move(helper, request, source) for request in chosen]
     return out
@@ -203,36 +209,6 @@ def _pays(running: Mapping[str, Copy], chosen: Sequence[str], prices: Prices) ->
         return False
     steps = sum((one.left or one.tokens) / max(one.rate, 1.0) for one in running.values()) / len(running)
     return steps * (whole - max(left, moved)) > fill
-
-
-def _races(able: Mapping[str, Engine], idle: Sequence[str], most: int) -> list[Run]:
-    """Engines that run no request of their own, and whose model drafts, run stragglers as well (Algorithm 3).
-
-    Without a model, a copy would draft what its owner drafts, so it runs nowhere twice.
-    """
-    helpers, racing = {}, set()
-    for name, one in able.items():
-        own = one.lent.get(name, ())
-        racing |= {(request, one.method) for request in own}
-        if one.drafter and (name in idle or (one.running and set(one.running) <= set(own))):
-            # one with fewer places than b_max begins with the difference
-            helpers[name] = Worker(one.method, len(one.running) + max(most - one.places, 0))
-    slow = {request: c.rate for name, one in able.items() if name not in helpers for request, c in one.running.items()}
-    methods = sorted({worker.method for worker in helpers.values()})
-    pairs = assign(slow, methods, helpers, most=most, running=racing)
-    return [Run(helper, request) for (request, _), helper in pairs.items()]
-
-
-def _own_drafters(able: Mapping[str, Engine], races: Sequence[Run]) -> list[Attach]:
-    """A helper drafts with its own model for what it runs for others, and for nothing else."""
-    copies = Counter(request for one in able.values() for request in one.running)
-    wanted: dict[str, dict[str, tuple[str, ...]]] = {}
-    for name, one in able.items():
-        kept = tuple(r for r in one.lent.get(name, ()) if copies[r] > 1 and r in one.running)
-        new = tuple(run.request for run in races if run.engine == name)
-        if kept or new:
-            wanted[name] = {name: kept + new}
-    return _changes(able, wanted)
 
 
 def _lending(able: Mapping[str, Engine], idle: Sequence[str], most: int) -> list[Attach]:

@@ -9,8 +9,7 @@ exits, where the target may leave it, and an exit that is likely enough is draft
 branch. Where the target goes elsewhere, the requests behind it are aborted, and others begin where it went.
 
 A window has w tokens, and the tree is at most two windows deep: one that the verifier looks at, and one more. So a miss
-costs at most 2w - 1 tokens of the stream behind it (SpecActor 4.1). A coupled line waits at the end of each window for
-its verdict: it is one window deep, and a miss costs at most w - 1. What was drafted before stays.
+costs at most 2w - 1 tokens of the stream behind it (SpecActor 4.1). What was drafted before stays.
 """
 
 from __future__ import annotations
@@ -172,12 +171,11 @@ class Line:
         max_tokens: int,
         most_tokens: int,
         window: int,
-        is_coupled: bool,
         survival: Survival,
         noise: NoiseTrial,
     ) -> None:
         self.tokens = list(token_ids)
-        self.sampling, self.window, self.is_coupled = sampling, window, is_coupled
+        self.sampling, self.window = sampling, window
         self._prompt_tokens = prompt_tokens
         self.drafted = self.wasted = self.misses = 0
         """Tokens of the stream: in all, and behind misses; and how often the target left it."""
@@ -188,8 +186,6 @@ class Line:
         self._most_tokens = min(most_tokens, len(self.tokens) + max_tokens)
         self._root = Node(self.tokens[-1], None, len(self.tokens))
         self._nodes = 1
-        # tokens of the request where the window without a verdict ends
-        self._end = len(self.tokens) + window
         self._is_due = False
         # requests -> whether they draw with the noise
         self._draws: dict[str, bool] = {}
@@ -197,7 +193,7 @@ class Line:
     @property
     def most_levels(self) -> int:
         """Below the last token that holds, that may be drafted now."""
-        return self._end - len(self.tokens) if self.is_coupled else 2 * self.window
+        return 2 * self.window
 
     @property
     def depth(self) -> int:
@@ -246,13 +242,12 @@ class Line:
         self.tips.pop(name, None)
         self._draws.pop(name, None)
 
-    def take(self, token_ids: Sequence[int], window: int, is_coupled: bool) -> list[str]:
+    def take(self, token_ids: Sequence[int], window: int) -> list[str]:
         """A verdict: these hold as well.
 
         Returns:
             Requests to abort: they draft where the target did not go, or too far ahead.
         """
-        misses = self.misses
         node: Node | None = self._root
         for token in token_ids:
             node = self._go(node, token) if node is not None else None
@@ -261,10 +256,7 @@ class Line:
         self._root.parent, self._root.rank = None, 0
         live = {id(one) for one in self._all()}
         self._nodes = len(live)
-        self.window, self.is_coupled = window, is_coupled
-        furthest = len(self.tokens) + window
-        is_answered = self.misses > misses or not self._root.children or len(self.tokens) >= self._end
-        self._end = furthest if is_answered else min(self._end, furthest)
+        self.window = window
         self._is_due = bool(self._root.children)
         return [name for name, tip in self.tips.items() if id(tip) not in live or not self._has_room(tip)]
 

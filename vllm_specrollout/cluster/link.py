@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 from zlib import crc32
@@ -33,14 +33,13 @@ from vllm_specrollout.cluster.messages import (
     Opened,
     Told,
 )
-from vllm_specrollout.cluster.rates import Mode
 from vllm_specrollout.types import DraftLimits, FloatArray, IntArray, RequestBatch, RequestView
 
 logger = logging.getLogger("vllm.specrollout")
 
 HANG_S = 30.0
 """Seconds without an answer after which a drafter counts as hanging. A process of the engine's own is begun anew."""
-_BEATS, _RANKS = 600, 1 << 16  # kept
+_BEATS = 600  # kept
 _BEAT_S = 1.0  # of work that is summed up
 # seconds after which a drafter that has not answered is greeted again: at first, and at most
 _FIRST_PATIENCE_S, _MOST_PATIENCE_S = 1.0, 64.0
@@ -63,26 +62,6 @@ class Mail(Protocol):
 
 SamplingOf = Callable[[str], Sampling]
 """From the engine's name of a request that runs."""
-
-
-@dataclass(frozen=True, slots=True)
-class OwnPlan:
-    """What one request is given: w_r and m_r."""
-
-    window: int
-    # coupled: its drafter waits for the verdict on each window
-    mode: Mode
-
-
-@dataclass(frozen=True, slots=True)
-class MatchCounts:
-    """What was drafted for each running request lately, and how much of it the target sampled itself."""
-
-    request_ids: tuple[str, ...]
-    # [R] int32, drafted tokens that the target got to: those that matched, and each first one that did not
-    tried: IntArray
-    # [R] int32
-    matched: IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +133,7 @@ class Link:
         name: what the engine calls it.
         mail: to the drafter.
         sampling: how the engine's requests are sampled.
-        window: tokens of a window, for requests without a plan of their own: two of them are drafted ahead at most.
+        window: tokens of a window: two of them are drafted ahead at most.
         fan_out: tokens per position: the stream's own and alternatives.
         vocab_size: the target's.
         only: requests that it may follow, by the engine's names or their clients'; None: all.
@@ -180,8 +159,6 @@ class Link:
         self.only = None if only is None else frozenset(only)
         # of as many drafters alike it has the requests of one
         self._share, self._sharers = 0, 1
-        self.plans: Mapping[str, OwnPlan] = {}
-        """Requests, by the engine's names, with a window and a mode of their own; the others go ahead in `window`."""
         self.is_there = False
         """Whether the drafter has said that it is ready."""
         self.error = ""
@@ -192,8 +169,6 @@ class Link:
         self.busy_s = 0.0
         self.model, self.device = "", ""
         """What drafts there, and on what, by the drafter's own word."""
-        self.ranked, self.ranks = 0, deque[int](maxlen=_RANKS)
-        """Tokens of requests that are over; and which choice the last of them were, as `Received.take_ranks`."""
         self.beats: deque[Beat] = deque(maxlen=_BEATS)
         """What the drafter did, newest last."""
         self._mail, self._sampling, self._vocab_size, self._clock = mail, sampling, vocab_size, clock
@@ -311,23 +286,11 @@ class Link:
         following = self.open.pop(request_id, None)
         if following is not None:
             self.counts.over += Score(*self._received.close(following.handle))
-            ranks = self._received.take_ranks().tolist()
-            self.ranked += len(ranks)
-            self.ranks += ranks
             self._closed.append(following.handle)
 
     def forget_all(self) -> None:
         for request_id in list(self.open):
             self.forget(request_id)
-
-    def match_counts(self) -> MatchCounts:
-        """How the drafts of those that run fared."""
-        scores = [self._received.score(following.handle) for following in self.open.values()]
-        return MatchCounts(
-            tuple(self.open),
-            np.array([tried for tried, _, _ in scores], dtype=np.int32),
-            np.array([matched for _, matched, _ in scores], dtype=np.int32),
-        )
 
     @property
     def score(self) -> Score:
@@ -343,7 +306,6 @@ class Link:
             "error": self.error,
             "window": self.window,
             "fan_out": self.fan_out,
-            "own_plans": len(self.open.keys() & self.plans.keys()),
             "request_ids": None if self.only is None else sorted(self.only),
             "process": None if process is None else {"pid": process.pid, "restarts": process.restarts},
             **{name: value for name, value in asdict(counts).items() if name != "over"},
@@ -364,13 +326,9 @@ class Link:
         opened = self._opened(batch, known) if 0 in known else ()
         if not told and not opened and not self._closed:
             return handles
-        windows = b""
-        if self.plans:
-            plans = [self._plan(batch.request_ids[row]) for row in index.tolist()]
-            windows = np.array([-own if is_coupled else own for own, is_coupled in plans], np.int32).tobytes()
         closed, self._closed = self._closed[:MOST_REQUESTS], self._closed[MOST_REQUESTS:]
         gone = np.array(closed, np.int64).tobytes() if closed else b""
-        if not self._mail.send(Told(self.fan_out, opened, gone, told, counts, tokens, self.window, windows)):
+        if not self._mail.send(Told(self.fan_out, opened, gone, told, counts, tokens, self.window)):
             self._lose()
             return np.zeros_like(handles)
         self.counts.verdicts += len(index)
@@ -409,7 +367,6 @@ class Link:
     def _open(self, view: RequestView) -> Opened | None:
         """None: no message can say it."""
         sampling = self._sampling(view.request_id)
-        window, is_coupled = self._plan(view.request_id)
         try:
             opened = Opened(
                 self._next_handle,
@@ -421,16 +378,11 @@ class Link:
                 sampling.top_p,
                 sampling.min_p,
                 view.max_new_tokens,
-                *(window, is_coupled),
+                self.window,
             )
             return _check_opened(_pack(opened))
         except (msgspec.MsgspecError, OverflowError):
             return None
-
-    def _plan(self, request_id: str) -> tuple[int, bool]:
-        """The request's window, and whether its drafter waits for verdicts."""
-        own = self.plans.get(request_id)
-        return (self.window, False) if own is None else (own.window, own.mode is Mode.COUPLED)
 
     # --- what it says ------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 from vllm_specrollout.errors import SpecRolloutError
 from vllm_specrollout.types import IntArray
 
-VERSION = 4
+VERSION = 5
 MOST_REQUESTS = 4096
 """Requests in one message."""
 MOST_TOKENS = 1 << 20
@@ -74,7 +74,6 @@ class Opened(Struct, frozen=True, array_like=True, tag="opened"):
     min_p: _Share
     max_tokens: _Count  # that it may still get
     window: _Window
-    is_coupled: bool  # the drafter waits for the verdict on each window
 
 
 class Told(Struct, frozen=True, array_like=True, tag="told"):
@@ -87,7 +86,6 @@ class Told(Struct, frozen=True, array_like=True, tag="told"):
     counts: _Each  # [n] int32: how many
     token_ids: _Tokens  # [sum(counts)] int32
     window: _Window  # of all of these from now on
-    windows: _Each  # or [n] int32: of each; below 0: coupled
 
 
 class Drafted(Struct, frozen=True, array_like=True, tag="drafted"):
@@ -147,16 +145,14 @@ def decode(data: bytes) -> Message:
 
 
 def _check_told(told: Told) -> None:
-    _check_arrays(told, {"handles": 8, "counts": 4, **({"windows": 4} if told.windows else {})})
+    _check_arrays(told, {"handles": 8, "counts": 4})
     _check_arrays(told, {"closed": 8})
     _check_arrays(told, {"token_ids": 4})
     for one in told.opened:
         _check_arrays(one, {"token_ids": 4})
-    counts, windows, tokens = ints(told.counts), np.abs(ints(told.windows)), ints(told.token_ids)
+    counts, tokens = ints(told.counts), ints(told.token_ids)
     if (counts < 1).any() or int(counts.sum(dtype=np.int64)) != len(tokens):
         raise MessageError(f"a message brings {len(tokens)} tokens, and counts others")
-    if ((windows < 1) | (windows > 64)).any():
-        raise MessageError("a message has a window outside 1 to 64")
     each = [ints(one.token_ids) for one in told.opened]
     if any(not 0 < one.prompt_tokens <= len(own) for one, own in zip(told.opened, each, strict=True)):
         raise MessageError("a message opens a request without a prompt")

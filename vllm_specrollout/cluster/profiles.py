@@ -7,7 +7,6 @@ Source: SpecActor, section 4.1 (offline profiles of D, V and acceptance); here n
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -16,26 +15,31 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
-import numpy as np
 
-from vllm_specrollout.budgets.profile import ProfileKey, replace_file
+from vllm_specrollout.budgets.profile import ProfileKey, digest, folder, read_file, write
 from vllm_specrollout.budgets.step_cost import StepCost
-from vllm_specrollout.cluster.link import Beat, Link
+from vllm_specrollout.cluster.link import Beat, Link, Score
 from vllm_specrollout.cluster.rates import AffineTime
-from vllm_specrollout.cluster.rehearsal import Match
-from vllm_specrollout.config import envs
+from vllm_specrollout.config.checks import check_range
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.types import StepRecord, StepTiming
 
 logger = logging.getLogger("vllm.specrollout")
 
-LEAST_RANKS = 256
+LEAST = 256
 """Positions before a profile is kept; then whenever there are twice as many."""
-MOST_RANKS = 4096
-"""Positions that it keeps, the newest."""
+MOST = 8192
+"""Positions after which older ones count half: weights change."""
 _BEATS = 64  # of the last ones D is learned
 _STEPS = 64  # of the last ones the mean number of drafts is taken
+
+
+class OwnDrafts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an engine drafts with by itself, as history and n-grams, and what that brings: per request and step."""
+
+    tokens: float
+    drafts: float
 
 
 class DrafterProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,10 +48,11 @@ class DrafterProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     # D(b) of one device, and V(b, w) by the target's ranks
     draft: AffineTime
     verify: dict[int, AffineTime]
-    # share of positions at which the token was among the drafter's first 1, 2, ... choices
-    among: tuple[float, ...] = ()
-    # which choice each token was, in their order, in place of that: a digit each, 8: none of them
-    ranks: str = ""
+    # p: share of positions at which the token was the drafter's first choice, and how many were looked at
+    match: float
+    positions: int = 0
+    # None: it is not known
+    own: OwnDrafts | None = None
     # folders or names, and what the drafter runs on
     target: str = ""
     drafter: str = ""
@@ -55,37 +60,33 @@ class DrafterProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     # what exactly the target is and runs on; None: somebody wrote this
     key: ProfileKey | None = None
 
-    @property
-    def fan_out(self) -> int:
-        """Choices at each position."""
-        return len(self.among) or max((int(rank) for rank in self.ranks if rank != "8"), default=0) + 1
-
-    def match(self) -> Match:
+    def check(self) -> None:
         """
         Raises:
-            ConfigError: shares that fall or are none, or ranks that are no digits.
+            ConfigError: what it says cannot be.
         """
-        if bool(self.among) is bool(self.ranks):
+        check_range("match", self.match, 0.0, 1.0)
+        if not self.verify:
+            raise ConfigError("a profile says nothing of a verifier", 'give "verify": {"1": TIME}')
+        for devices, time in self.verify.items():
+            if devices < 1 or time.ms(1) <= 0.0:
+                raise ConfigError(
+                    f"a verifier on {devices} devices takes {time.ms(1)} ms a step", "measure it on 1 device or more"
+                )
+        if self.own is not None and (self.own.tokens < 1.0 or self.own.drafts < 0.0):
             raise ConfigError(
-                "a profile has to say how drafts match, in one way",
-                'give "among": [0.64, 0.77], shares of the first 1, 2, ... choices; or "ranks"',
+                f"`own` has {self.own.tokens} tokens a step by {self.own.drafts} drafts", "give 1 or more, by 0 or more"
             )
-        if self.among:
-            return Match.of_shares(self.among, np.random.default_rng(0))
-        if not self.ranks.isdigit():
-            raise ConfigError('"ranks" of a profile holds more than digits', 'write "0010820..."')
-        return Match(np.frombuffer(self.ranks.encode(), np.uint8).astype(np.int32) - ord("0"))
 
 
 class Elsewhere(Protocol):
     """The drafters of an engine; `drafters.decoupled.DecoupledDrafter` is one."""
 
     links: dict[str, Link]
-    is_resting: bool
 
 
 class Learning(Listener):
-    """Learns D, V and matches of the drafters elsewhere, as an engine's steps go by.
+    """Learns D, V and matches of the drafters elsewhere, as an engine's steps go by; and what it has without them.
 
     Args:
         keep: told of a profile whenever it rests on twice as many positions as the last one.
@@ -95,25 +96,38 @@ class Learning(Listener):
         self._elsewhere, self._keep, self._cost = elsewhere, keep, StepCost()
         # requests and draft nodes of each of the last steps
         self._last: deque[tuple[int, int]] = deque(maxlen=_STEPS)
-        # model -> its ranks, of all links that it has had: one that is lent has a new link each time
-        self._ranks: dict[str, deque[int]] = {}
-        self._ranked: dict[str, int] = {}
-        # link -> itself, and the ranks of it that are there
-        self._taken: dict[str, tuple[Link, int]] = {}
-        # model -> positions at which it is kept next
+        # model -> positions, and those at which its first choice was right, of all links that it has had: one that is
+        # lent has a new link each time
+        self._scores: dict[str, tuple[int, int]] = {}
+        # link -> itself, and its score as it was looked at last
+        self._taken: dict[str, tuple[Link, Score]] = {}
+        # model -> positions at all, and at which it is kept next
+        self._seen: dict[str, int] = {}
         self._due: dict[str, int] = {}
+        # requests, tokens and draft nodes of steps in which nobody elsewhere drafted
+        self._own = (0, 0, 0)
+
+    @property
+    def own(self) -> OwnDrafts | None:
+        """What the engine has without them; None: too few steps say so."""
+        requests, tokens, nodes = self._own
+        return OwnDrafts(max(tokens / requests, 1.0), nodes / requests) if requests >= LEAST else None
 
     def stepped(self, record: StepRecord) -> None:
         timing = record.timing
-        if timing is None or not timing.is_decode_only or self._elsewhere.is_resting:
+        if timing is None or not timing.is_decode_only:
             return
         self._cost.observe(timing)
         self._last.append((timing.batch, timing.nodes))
+        if not any(link.open for link in self._elsewhere.links.values()):
+            half = 2 if self._own[0] > MOST else 1
+            new = timing.batch, timing.tokens, timing.nodes
+            self._own = tuple(old // half + more for old, more in zip(self._own, new, strict=True))  # type: ignore[assignment]
         for link in self._links():
             self._take(link)
-            ranked = self._ranked.get(link.model, 0)
-            if ranked >= self._due.get(link.model, LEAST_RANKS) and (found := self.profile(link)) is not None:
-                self._due[link.model] = 2 * ranked
+            seen = self._seen.get(link.model, 0)
+            if seen >= self._due.get(link.model, LEAST) and (found := self.profile(link)) is not None:
+                self._due[link.model] = 2 * seen
                 self._keep(found)
 
     def _links(self) -> list[Link]:
@@ -122,14 +136,18 @@ class Learning(Listener):
         return [*(one for one, _ in self._taken.values() if there.get(one.name) is not one), *there.values()]
 
     def _take(self, link: Link) -> None:
-        """Its ranks since it was looked at last."""
-        before, count = self._taken.get(link.name, (link, 0))
-        new = link.ranked - (count if before is link else 0)
-        self._taken[link.name] = link, link.ranked
-        if new > 0 and link.model:
-            self._ranked[link.model] = self._ranked.get(link.model, 0) + new
-            own = self._ranks.setdefault(link.model, deque(maxlen=MOST_RANKS))
-            own.extend(list(link.ranks)[-new:])
+        """Its positions since it was looked at last."""
+        before, old = self._taken.get(link.name, (link, Score()))
+        score = link.counts.over
+        tried, matched = score.tried, score.matched
+        if before is link:
+            tried, matched = tried - old.tried, matched - old.matched
+        self._taken[link.name] = link, score
+        if tried > 0 and link.model:
+            self._seen[link.model] = self._seen.get(link.model, 0) + tried
+            one, other = self._scores.get(link.model, (0, 0))
+            half = 2 if one > MOST else 1
+            self._scores[link.model] = one // half + tried, other // half + matched
 
     def lines(self, link: Link) -> tuple[AffineTime, AffineTime] | None:
         """D and V of a drafter at the batch that runs; None: it drafted nothing yet, or there was no step."""
@@ -145,11 +163,18 @@ class Learning(Listener):
         """What is known of a drafter; None: nothing yet."""
         lines = self.lines(link)
         self._take(link)
-        own = self._ranks.get(link.model)
-        if lines is None or not own:
+        tried, matched = self._scores.get(link.model, (0, 0))
+        if lines is None or not tried:
             return None
-        ranks = "".join(str(min(rank, 8)) for rank in own)
-        return DrafterProfile(draft=lines[0], verify={1: lines[1]}, ranks=ranks, drafter=link.model, device=link.device)
+        return DrafterProfile(
+            draft=lines[0],
+            verify={1: lines[1]},
+            match=matched / tried,
+            positions=self._seen[link.model],
+            own=self.own,
+            drafter=link.model,
+            device=link.device,
+        )
 
 
 def draft_line(beats: deque[Beat]) -> AffineTime | None:
@@ -180,31 +205,27 @@ def save(profile: DrafterProfile) -> None:
 
     A disk that refuses is told of, and no more: nobody waits for a profile.
     """
-    name = hashlib.sha256(msgspec.json.encode((profile.key, profile.drafter, profile.device))).hexdigest()[:16]
+    name = digest((profile.key, profile.drafter, profile.device))
     try:
-        replace_file(_folder() / f"{name}.json", msgspec.json.encode(profile))
+        write(_folder() / f"{name}.json", profile)
     except OSError as error:
         logger.warning("Spec rollout: the profile of drafter `%s` is not kept: %s", profile.drafter, error)
 
 
 def kept() -> list[DrafterProfile]:
-    """All profiles of this user; those that cannot be read are left out."""
-    found = []
-    for path in sorted(_folder().glob("*.json")):
-        try:
-            found.append(_decode(path.read_bytes()))
-        except (OSError, msgspec.DecodeError, ConfigError) as error:
-            logger.warning("The profile %s cannot be used (%s) and is ignored; it may be deleted", path, error)
-    return found
+    """All profiles of this user; those that cannot be used are left out."""
+    paths, check = sorted(_folder().glob("*.json")), DrafterProfile.check
+    read = (read_file(path, DrafterProfile, check, "it may be deleted") for path in paths)
+    return [one for one in read if one is not None]
 
 
 def of_engine(profiles: Iterable[DrafterProfile], key: ProfileKey) -> list[DrafterProfile]:
     """Those of an engine's model on its devices; of a drafter on several devices, what rests on most positions."""
-    found: dict[str, DrafterProfile] = {}
+    best: dict[str, DrafterProfile] = {}
     for one in profiles:
-        if one.key == key and len(one.ranks) > len(found[one.drafter].ranks if one.drafter in found else ""):
-            found[one.drafter] = one
-    return list(found.values())
+        if one.key == key and (one.drafter not in best or one.positions > best[one.drafter].positions):
+            best[one.drafter] = one
+    return list(best.values())
 
 
 def of_model(profiles: Iterable[DrafterProfile], target: str) -> list[DrafterProfile]:
@@ -225,24 +246,18 @@ def read(path: Path, flag: str) -> DrafterProfile:
         ConfigError: it cannot be read, or is no profile.
     """
     try:
-        found = _decode(path.read_bytes())
-        found.match()
+        found = msgspec.json.decode(path.read_bytes(), type=DrafterProfile)
+        found.check()
     except OSError as error:
         raise ConfigError(f"`{flag}` is `{path}`, which cannot be read: {error.strerror}", "name a file") from None
     except msgspec.DecodeError as error:
         raise ConfigError(
             f"`{path}` is no profile of a drafter: {error}",
-            'write {"draft": TIME, "verify": {"1": TIME}, "among": [0.64, 0.77]}, where a TIME is'
+            'write {"draft": TIME, "verify": {"1": TIME}, "match": 0.64}, where a TIME is'
             ' {"fixed_ms": A, "per_request_ms": B, "per_row_ms": C}',
         ) from None
-    if not found.verify:
-        raise ConfigError(f"`{path}` says nothing of a verifier", 'give "verify": {"1": TIME}')
     return found
 
 
-def _decode(body: bytes) -> DrafterProfile:
-    return msgspec.json.decode(body, type=DrafterProfile)
-
-
 def _folder() -> Path:
-    return envs.cache_dir() / "profiles" / "drafters"
+    return folder() / "drafters"

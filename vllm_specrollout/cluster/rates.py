@@ -1,7 +1,6 @@
-"""Rates of a request's answer by formula: plain, coupled, ahead of the target, and as SpecActor prints the last one.
+"""Rates of a request's answer by formula: plain, with the engine's own drafts, coupled, and ahead of the target. Pure.
 
-Source: SpecActor, section 4.1. Own windows (reconfigure.py) and simulated groups are chosen by these, which take
-microseconds. What a host or a cluster is told is rehearsed instead (rehearsal.py).
+Source: SpecActor, section 4.1. All that is planned is planned by these.
 
 Each drafted token matches the target's with probability p in its turn. A rate is in tokens per millisecond of one
 request; all of a batch's requests go at the same one. Ahead of a target that never waits,
@@ -39,6 +38,8 @@ class Mode(StrEnum):
     """How a request is drafted for."""
 
     PLAIN = "plain"
+    # by what the engine has without a model: history and n-grams
+    OWN = "own"
     COUPLED = "coupled"
     DECOUPLED = "decoupled"
 
@@ -87,36 +88,15 @@ def plain_rate(verify: Time, batch: int) -> float:
     return 1.0 / verify.ms(batch)
 
 
-def coupled_rate(draft: Time, verify: Time, batch: int, window: int, match_rate: float) -> float:
-    """Draft w tokens, then verify them in w + 1 rows: (1 - p^(w+1)) / (1 - p) tokens in w D + V."""
+def coupled_tokens(match_rate: float, window: int) -> float:
+    """Tokens of a step that verifies a window: (1 - p^(w+1)) / (1 - p)."""
     p = min(match_rate, MOST)
-    tokens = (1.0 - p ** (window + 1)) / (1.0 - p)
-    return tokens / (window * draft.ms(batch) + verify.ms(batch, window))
+    return (1.0 - p ** (window + 1)) / (1.0 - p)
 
 
-def tokens_per_window(match_rate: float, window: int) -> float:
-    """Tokens per period of a verifier that waits for windows, where drafting one takes as long as verifying it.
-
-    A window of matches takes one period. Any other takes two, since what was drafted meanwhile is lost.
-    """
-    p, whole = min(match_rate, MOST), min(match_rate, MOST) ** window
-    return (1.0 - whole) / (1.0 - p) / (2.0 - whole)
-
-
-def printed_tokens_per_window(match_rate: float, window: int) -> float:
-    """tau_w as SpecActor prints it: sum p^a (1 - p) (a + 1) / 2 + w p^w.
-
-    It averages tokens per period over windows. But a partly accepted window lasts two periods, so it counts twice in
-    time. The printed value is 17 to 26 % above the exact one for usual p and w, and never below it.
-    """
-    p, whole = min(match_rate, MOST), min(match_rate, MOST) ** window
-    return 0.5 * (1.0 - whole) / (1.0 - p) + 0.5 * window * whole
-
-
-def printed_rate(draft: Time, verify: Time, batch: int, window: int, match_rate: float) -> float:
-    """TGS as SpecActor prints it: its tau_w in a period of max(w D, V)."""
-    period = max(window * draft.ms(batch), verify.ms(batch, window - 1))
-    return printed_tokens_per_window(match_rate, window) / period
+def coupled_rate(draft: Time, verify: Time, batch: int, window: int, match_rate: float) -> float:
+    """Draft w tokens, then verify them in w + 1 rows."""
+    return coupled_tokens(match_rate, window) / (window * draft.ms(batch) + verify.ms(batch, window))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,19 +140,15 @@ def step_time(verify: Time, batch: int, others: float) -> StepTime:
     return lambda drafts: verify.ms(batch, (beside + drafts) / batch)
 
 
-def stream(match_rate: float, window: int, window_ms: float, step_ms: StepTime, *, is_ahead: bool = True) -> Stream:
+def stream(match_rate: float, window: int, window_ms: float, step_ms: StepTime) -> Stream:
     """Means over the timetable.
 
     Args:
         match_rate: p.
         window: w.
         window_ms: what drafting one takes.
-        is_ahead: whether the drafter drafts on while a window is verified. If not, it begins anew after each verified
-            window, and nothing is drafted in vain beyond that window.
     """
     p, plain_ms = min(match_rate, MOST), step_ms(0)
-    if not is_ahead:
-        return _by_turns(p, window, max(1, math.ceil(window_ms / plain_ms)), step_ms)
     if window > 1 and window_ms <= plain_ms:
         later = 1.0 / (1.0 - p**window)
         sums = later, later * (window - 1), later * step_ms(window - 1)
@@ -180,17 +156,6 @@ def stream(match_rate: float, window: int, window_ms: float, step_ms: StepTime, 
         sums = _later_sums(p, timetable(window, window_ms, step_ms))
     steps = 1.0 + p * sums[0]
     return Stream(1.0 / (1.0 - p) / steps, p * sums[1] / steps, (plain_ms + p * sums[2]) / steps)
-
-
-def _by_turns(p: float, window: int, plain: int, step_ms: StepTime) -> Stream:
-    """So many plain steps while a window is drafted, one that verifies what is left of it, and so on."""
-    drafts = window - plain
-    if drafts < 1:
-        return Stream(1.0, 0.0, step_ms(0))
-    before, reached = (1.0 - p**plain) / (1.0 - p), p**plain
-    steps = before + reached
-    tokens = (1.0 - p ** (window + 1)) / (1.0 - p)
-    return Stream(tokens / steps, reached * drafts / steps, (before * step_ms(0) + reached * step_ms(drafts)) / steps)
 
 
 def _later_sums(p: float, steps: Iterator[tuple[int, float]]) -> tuple[float, float, float]:

@@ -57,7 +57,7 @@ class Report:
     parts: Mapping[str, Part] = field(default_factory=dict)
     # (requests, steps, seconds) where the same requests ran all the while
     pace: tuple[int, int, float] | None = None
-    # [k] (tokens of the context, seconds until the next token) of the runs that got their first one
-    fills: Sequence[tuple[int, float]] = ()
+    # tokens of prompts that were computed, and how much longer steps took for them
+    filled: tuple[int, float] = (0, 0.0)
     # address of the warm drafter; empty: there is none that can draft now
     drafter: str = ""

@@ -186,9 +186,8 @@ class Serving:
         for opened in told.opened:
             self._open(target, opened)
         handles, counts = longs(told.handles).tolist(), ints(told.counts)
-        tokens, windows = ints(told.token_ids), ints(told.windows).tolist() or [told.window] * len(handles)
-        ends = np.cumsum(counts).tolist()
-        for handle, count, end, window in zip(handles, counts.tolist(), ends, windows, strict=True):
+        tokens, ends = ints(told.token_ids), np.cumsum(counts).tolist()
+        for handle, count, end in zip(handles, counts.tolist(), ends, strict=True):
             line = target.lines.get(handle)
             if line is None:
                 continue
@@ -196,7 +195,7 @@ class Serving:
             if max(new) >= self._engine.vocab_size or len(line.tokens) + count > self._engine.most_tokens:
                 self._close(target, handle)
                 continue
-            self._abort(line, line.take(new, abs(window), window < 0))
+            self._abort(line, line.take(new, told.window))
 
     def _open(self, target: Target, opened: Opened) -> None:
         self._close(target, opened.handle)
@@ -213,7 +212,6 @@ class Serving:
             max_tokens=opened.max_tokens,
             most_tokens=self._engine.most_tokens,
             window=opened.window,
-            is_coupled=opened.is_coupled,
             survival=self._survival,
             noise=self.noise,
         )

@@ -13,7 +13,6 @@ from vllm_specrollout.config.checks import (
     Range,
     check_address,
     check_fields,
-    check_is_on,
     check_order,
 )
 from vllm_specrollout.errors import ConfigError, shown
@@ -24,8 +23,6 @@ SINGLE = "drafter"
 """Name of the decoupled drafter of `speculative_config`."""
 MAX_RANKS = 64
 """Ranks of the oracle's tokens, at most."""
-RECONFIGURE = ("off", "goodput", "paper")
-"""Ways in which requests that match less than their batch get draft windows of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,28 +130,15 @@ class OracleConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CollectConfig:
-    """The target's hidden states, kept on disk for `specrollout train-head`. V1 runner only."""
+class LearnConfig:
+    """What an engine does for a trainer that asks it for hidden states."""
 
-    dir: Annotated[str, FILE] = ""
-    """Directory for them; empty: none are kept."""
-    max_tokens: Annotated[int, Range(1, 1 << 40)] = 1_000_000
-    """Most tokens kept in the directory; beyond it the oldest answers go."""
-    max_answer_tokens: Annotated[int, Range(2, 1 << 24)] = 2048
-    """Most tokens kept of one request, its prompt included: the first ones."""
-    share: Annotated[float, Range(0.0, 1.0)] = 1.0
-    """Share of the requests that is kept."""
-    layers: tuple[Annotated[int, Range(0, 4096)], ...] = ()
-    """Layers whose input an EAGLE-3 head takes, as vLLM counts them; empty: those of the head in use, else a low, a
-    middle and a high one."""
+    prefill_tokens: Annotated[int, Range(1, 1 << 20)] = 2048
+    """Most tokens of answers that a step computes once more. Such steps are taken only while no request is there, and
+    one that arrives waits for the step under way."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "collect.")
-        check_is_on("collect", self, bool(self.dir), "`collect.dir` is not", 'set {"collect": {"dir": "FOLDER"}}')
-        if list(self.layers) != sorted(set(self.layers)):
-            raise ConfigError(
-                f"`collect.layers` is {shown(list(self.layers))}, not ascending", "name each layer once, in order"
-            )
+        check_fields(self, "train.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,9 +173,6 @@ class DecoupledConfig:
     (docs/concepts/planning.md), and 4 where nothing is."""
     fan_out: Annotated[int, Range(1, 8)] = 4
     """Tokens that it sends for each position: the one that it goes on from, and alternatives."""
-    reconfigure: Annotated[str, Choice(RECONFIGURE)] = "off"
-    """Whether requests that surely match less than their batch get a window and a mode of their own, every 1,000 tokens
-    (SpecActor, Algorithm 2): `goodput` by what that does to the whole batch; `paper` as if each were alone; `off`."""
     address: str = ""
     """Where a `specrollout drafter` listens that was started by hand, as it prints it: `ipc://PATH` or
     `tcp://HOST:PORT`; empty: the engine starts one of its own, and stops it."""

@@ -28,9 +28,9 @@ from vllm_specrollout.config.checks import (
 )
 from vllm_specrollout.config.drafters import (
     SINGLE,
-    CollectConfig,
     DecoupledConfig,
     HistoryConfig,
+    LearnConfig,
     NgramConfig,
     OracleConfig,
     StartedDrafter,
@@ -67,9 +67,10 @@ class SpecRolloutConfig:
     ends up here; `num_speculative_tokens` is the most levels that the model drafts."""
     placement: Annotated[str, Choice(PLACEMENTS)] = "coupled"
     """Where the model of `speculative_config` drafts: `coupled`, in the target's own steps; or `decoupled`, in a
-    process of its own, which drafts ahead while the target verifies; or `auto`, as the engine finds to be faster. The
-    last two take method `draft_model`. A decoupled engine needs no `speculative_config`: drafters can be attached while
-    it runs."""
+    process of its own, which drafts ahead while the target verifies; or `auto`: on CPU where it is faster by what
+    engines like this have measured of it, or nowhere; in the target's steps where nothing is known. On a GPU `auto` has
+    it draft in both places. The last two take method `draft_model`. A decoupled engine needs no `speculative_config`:
+    drafters can be attached while it runs."""
     devices: tuple[Annotated[str, DEVICE], ...] = ()
     """What a decoupled drafter runs on: CPU cores, such as `cpu:1` or `cpu:2-3`, or GPUs beside those of the target,
     such as `cuda:1`, or `cuda:1,2` for an engine of two ranks; empty: all cores."""
@@ -112,7 +113,7 @@ class SpecRolloutConfig:
     ngram: NgramConfig = field(default_factory=NgramConfig)
     history: HistoryConfig = field(default_factory=HistoryConfig)
     oracle: OracleConfig = field(default_factory=OracleConfig)
-    collect: CollectConfig = field(default_factory=CollectConfig)
+    train: LearnConfig = field(default_factory=LearnConfig)
     decoupled: DecoupledConfig = field(default_factory=DecoupledConfig)
     # not a key of its own: it follows from `budget`, which keeps the name alone
     budget_options: Options = field(default=Options(), metadata={"is_derived": True})

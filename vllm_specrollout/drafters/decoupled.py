@@ -80,7 +80,7 @@ class DecoupledDrafter(BaseDrafter):
     def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
         self.receive()
         links = [link for link in self.links.values() if link.is_there]
-        if not links or self.is_resting:
+        if not links:
             return empty_trees(batch.request_ids)
         self._share_out(links)
         texts, wanted = [view.token_ids for view in batch.views], limits.wanted(self.source)
@@ -111,11 +111,6 @@ class DecoupledDrafter(BaseDrafter):
             link.watch()
         self._dismissed = [process for process in self._dismissed if not process.see_off()]
 
-    def rest(self, is_resting: bool) -> None:
-        """Whether what comes is left unused, and the drafters are told of no more tokens."""
-        self.is_resting = is_resting
-        self.works_ahead = bool(self.links) and not is_resting
-
     def finish(self, ending: FinishedRequest) -> None:
         self.forget(ending.request_id)
 
@@ -143,7 +138,7 @@ class DecoupledDrafter(BaseDrafter):
         link = Link(name, mail, self._sampling, process=process, clock=self._clock, **own)
         link.greet()
         self.links[name] = link
-        self.works_ahead = not self.is_resting
+        self.works_ahead = True
         return link
 
     def attach(
@@ -234,7 +229,7 @@ class DecoupledDrafter(BaseDrafter):
             self._dismissed.append(link.process)
         trees, wasted = self._gone
         self._gone = trees + link.counts.trees, wasted + link.counts.wasted
-        self.works_ahead = bool(self.links) and not self.is_resting
+        self.works_ahead = bool(self.links)
 
 
 def _names(request_ids: Iterable[str] | None) -> frozenset[str] | None:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from vllm_specrollout.cluster.courier import Courier
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.history.answers import MOST_TAIL, Answer, Outcome, short_name
 from vllm_specrollout.history.background import Background
+from vllm_specrollout.history.courier import Courier
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
 from vllm_specrollout.types import FinishedRequest, RequestView

@@ -3,7 +3,7 @@
 Each engine claims the first file of its training run that nobody writes: it holds a lock (`flock`) on a file beside it.
 Not on the file itself: who closes any descriptor of a database drops the locks that SQLite has on it.
 
-Epochs are numbers of one run. What others have answered lies in two files of the courier (cluster/courier.py): in
+Epochs are numbers of one run. What others have answered lies in two files of the courier (courier.py): in
 epochs as they are counted here, and without a say in when ours begin.
 """
 

@@ -10,7 +10,8 @@ from collections import OrderedDict, deque
 from statistics import median
 
 _PER_PROBLEM = 64  # recent answers remembered of each problem
-_PROBLEMS = 65_536  # problems remembered; those seen least recently go first
+MOST_PROBLEMS = 65_536
+"""Problems remembered; those seen least recently go first."""
 _OVERALL = 2048  # recent answers of all problems
 
 
@@ -50,7 +51,7 @@ class Lengths:
         recent = self._problems.get(problem_id)
         if recent is None:
             recent = self._problems[problem_id] = _Recent(_PER_PROBLEM)
-            if len(self._problems) > _PROBLEMS:
+            if len(self._problems) > MOST_PROBLEMS:
                 self._problems.popitem(last=False)
         self._problems.move_to_end(problem_id)
         recent.add(length)

@@ -36,12 +36,11 @@ class _Generating:
     """A run: what came of it and was not told yet."""
 
     task: asyncio.Task[None]
-    # tokens that its prefill computes, and when it was given
-    context: int
-    begun_at: float
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     steps: int = 0
+    # nothing of it was told yet
+    is_new: bool = True
     finish: str = ""
     reason: str = ""
 
@@ -67,7 +66,8 @@ class Replica:
             os.environ.pop(name, None)
         self._at = Wanted()
         self._live: dict[str, _Generating] = {}
-        self._fills: list[tuple[int, float]] = []
+        # tokens of prompts and their seconds, as they were told last
+        self._filled: tuple[int, float] = (0, 0.0)
         self._attached: set[str] = set()
         self._news = asyncio.Event()
         # when the requests that run were others the last time
@@ -97,18 +97,19 @@ class Replica:
         if wanted.asleep and self._at.asleep != wanted.asleep:
             await self.llm.sleep(wanted.asleep)
         self._at = wanted
+        await self._prefills()  # from now on they are counted
         return wanted.version, int(self.llm.vllm_config.scheduler_config.max_num_seqs)
 
     async def warm(self, model: str) -> None:
-        """Begin a drafter, to be lent or to race with."""
+        """Begin a drafter, to be lent."""
         self._warm = self._warm or WarmDrafter(Command.of(model, self._drafter_devices, self._drafter_engine))
 
     async def give(self, runs: Sequence[Given]) -> None:
         """Run these as well."""
-        self._changed_at = now = time.monotonic()
+        self._changed_at = time.monotonic()
         for run in runs:
             task = asyncio.ensure_future(self._run(run))
-            self._live[run.key] = _Generating(task, len(run.prompt) + len(run.answer), now)
+            self._live[run.key] = _Generating(task)
 
     async def cancel(self, keys: Sequence[str]) -> None:
         """End these runs; their KV blocks are free before the next step. Those that have ended are left alone."""
@@ -125,12 +126,12 @@ class Replica:
             await asyncio.wait_for(self._news.wait(), beat_s)
         self._news.clear()
         now, parts, most = time.monotonic(), {}, 0
-        pace, count = None, len(self._live)
+        pace, count, has_filled = None, len(self._live), False
         for key, own in list(self._live.items()):
             if own.tokens or own.finish:
                 parts[key] = Part(own.tokens, own.logprobs, own.steps, own.finish, own.reason)
-                most = max(most, own.steps)
-                own.tokens, own.logprobs, own.steps = [], [], 0
+                most, has_filled = max(most, own.steps), has_filled or own.is_new
+                own.tokens, own.logprobs, own.steps, own.is_new = [], [], 0, False
             if own.finish:
                 del self._live[key]
         if most and self._changed_at <= self._told_at:
@@ -138,8 +139,7 @@ class Replica:
         if len(self._live) < count:
             self._changed_at = now
         self._told_at = now
-        fills, self._fills = self._fills, []
-        return Report(parts, pace, fills, self._drafter())
+        return Report(parts, pace, await self._prefills() if has_filled else (0, 0.0), self._drafter())
 
     async def attach(self, lender: str, address: str, requests: Sequence[str]) -> str:
         """Have a drafter draft for these runs alone; none: let go of it. What was wrong comes back; empty: nothing."""
@@ -185,9 +185,6 @@ class Replica:
             prompt, params = resumed(sampling(run.params), run.prompt, run.answer)
             async for output in self.llm.generate({"prompt_token_ids": prompt}, params, run.key):
                 one = output.outputs[0]
-                if not live.steps and live.context:
-                    self._fills.append((live.context, time.monotonic() - live.begun_at))
-                    live.context = 0
                 live.steps += 1
                 live.tokens += one.token_ids
                 if one.logprobs is not None:
@@ -207,6 +204,15 @@ class Replica:
         """What the rank that drafts answers."""
         found = await self.rpc(method, args)
         return next((one for one in found if one), {})
+
+    async def _prefills(self) -> tuple[int, float]:
+        """Tokens of prompts that were computed since this was asked last, and how much longer steps took for them."""
+        try:
+            found = next(one for one in await self.rpc("spec_rollout_prefills") if one)
+        except EngineDeadError:
+            os._exit(1)
+        before, self._filled = self._filled, (int(found["tokens"]), float(found["seconds"]))
+        return self._filled[0] - before[0], self._filled[1] - before[1]
 
     def _drafter(self) -> str:
         return "" if self._warm is None else self._warm.address

@@ -1,7 +1,7 @@
 """Rows: what the target computed for an answer, on their way from the engine to whoever trains, through no file.
 
-An engine sends them in parts, as its passes compute them, and never waits: without room a part is dropped. The other
-end joins the parts of an answer by their positions, and gives it up where one is missing. Each is used once.
+An engine sends a message a step, and never waits: without room, a step's rows are dropped. A step may compute a part of
+an answer. The other end joins parts by their positions, and gives an answer up where one is missing.
 """
 
 from __future__ import annotations
@@ -9,20 +9,22 @@ from __future__ import annotations
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 import zmq
 
 from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.types import IntArray
 
-HIGH_WATER = 4
-"""Parts that each end queues; one is as large as a pass of the engine."""
+HIGH_WATER = 8
+"""Steps of the engine that each end queues."""
 MOST_OPEN = 256
 """Answers of which parts may be missing; beyond that the oldest is given up."""
 _DTYPES = {str(one).removeprefix("torch."): one for one in (torch.float32, torch.bfloat16, torch.float16)}
@@ -46,32 +48,22 @@ class Rows:
         return len(self.token_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class RowsPart:
-    """Consecutive rows of one answer, as one pass of the engine computed them."""
+class RowsPart(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive rows of one answer, which one step of the engine computed."""
 
-    # of the request that computes them
-    name: str
-    # position of the first row, and how many the whole answer has
-    begin: int
-    total: int
+    name: str  # of the request that computes them
+    begin: int  # position of the first row
+    count: int
+    total: int  # rows of the whole answer
     prompt_tokens: int
     version: int
-    # [rows] int32
-    token_ids: np.ndarray
-    # [rows, layers + 1, width]
-    hidden: torch.Tensor
 
 
 class _Header(msgspec.Struct, frozen=True, array_like=True):
     number: int
-    name: str
-    begin: int
-    total: int
-    prompt_tokens: int
-    version: int
     dtype: str
-    shape: tuple[int, int, int]
+    width: tuple[int, int]  # layers + 1, and values of each
+    parts: list[RowsPart]
 
 
 class RowSink:
@@ -87,23 +79,24 @@ class RowSink:
         self._socket.connect(address)
         self.address = address
         self.sent = self.dropped = 0
-        """Parts, in all."""
+        """Steps."""
 
-    def send(self, part: RowsPart) -> bool:
-        """False: there was no room."""
-        hidden = part.hidden.contiguous().cpu()
-        header = _Header(
-            self.sent + self.dropped,
-            part.name,
-            part.begin,
-            part.total,
-            part.prompt_tokens,
-            part.version,
-            str(hidden.dtype).removeprefix("torch."),
-            (hidden.shape[0], hidden.shape[1], hidden.shape[2]),
-        )
-        tokens = np.ascontiguousarray(part.token_ids, dtype="<i4")
-        frames: list[Any] = [msgspec.msgpack.encode(header), tokens, hidden.view(torch.uint8).numpy()]
+    def send(self, parts: Sequence[RowsPart], token_ids: IntArray, hidden: torch.Tensor) -> bool:
+        """Send a step's rows, or drop them; False: there was no room.
+
+        Args:
+            parts: whose rows they are, in their order.
+            token_ids: [rows] int32.
+            hidden: [rows, layers + 1, width].
+        """
+        rows = hidden.contiguous().cpu()
+        width = (rows.shape[1], rows.shape[2])
+        header = _Header(self.sent + self.dropped, str(rows.dtype).removeprefix("torch."), width, list(parts))
+        frames: list[Any] = [
+            msgspec.msgpack.encode(header),
+            np.ascontiguousarray(token_ids, dtype="<i4"),
+            rows.view(torch.uint8).numpy(),
+        ]
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
@@ -138,7 +131,7 @@ class RowSource:
         self._open: OrderedDict[str, _OpenAnswer] = OrderedDict()
         self._next = 0
         self.lost = 0
-        """Parts that the engine had no room for."""
+        """Steps that the engine had no room for."""
 
     def __iter__(self) -> Iterator[Rows]:
         """All that come, for ever."""
@@ -146,55 +139,56 @@ class RowSource:
             yield from self.arrived(60.0)
 
     def arrived(self, timeout_s: float = 0.0) -> Iterator[Rows]:
-        """What is whole by now; waits so long for the first part."""
+        """What is whole by now; waits so long for the first rows."""
         while self._socket.poll(math.ceil(timeout_s * 1e3)):
-            if (rows := self._take(self._socket.recv_multipart())) is not None:
-                yield rows
+            yield from self._take(*self._socket.recv_multipart())
             timeout_s = 0.0
 
     def close(self) -> None:
         self._socket.close(linger=0)
         self._path.unlink(missing_ok=True)
 
-    def _take(self, frames: list[bytes]) -> Rows | None:
-        header = msgspec.msgpack.decode(frames[0], type=_Header)
+    def _take(self, said: bytes, tokens: bytes, hidden: bytes) -> Iterator[Rows]:
+        header = msgspec.msgpack.decode(said, type=_Header)
         self.lost += max(header.number - self._next, 0)
         self._next = header.number + 1
-        if header.begin == 0:  # one that was preempted begins anew
-            self._open[header.name] = _OpenAnswer(header)
-            self._open.move_to_end(header.name)
-            while len(self._open) > MOST_OPEN:
-                self._open.popitem(last=False)
-        answer = self._open.get(header.name)
-        if answer is None:
-            return None
-        if not answer.goes_on(header):
-            del self._open[header.name]
-            return None
-        answer.add(header, frames[1], frames[2])
-        return self._open.pop(header.name).rows if answer.have == header.total else None
+        token_ids = np.frombuffer(tokens, dtype="<i4")
+        rows = np.frombuffer(hidden, dtype=np.uint8).reshape(len(token_ids), header.width[0], -1)
+        begin = 0
+        for part in header.parts:
+            own = slice(begin, begin := begin + part.count)
+            if part.begin == 0:  # one that was preempted begins anew
+                self._open.pop(part.name, None)
+                self._open[part.name] = _OpenAnswer(part, header)
+                while len(self._open) > MOST_OPEN:
+                    self._open.popitem(last=False)
+            answer = self._open.pop(part.name, None)
+            if answer is None or not answer.goes_on(part, header):
+                continue
+            answer.add(token_ids[own], rows[own])
+            if answer.have == part.total:
+                yield answer.rows
+            else:
+                self._open[part.name] = answer
 
 
 class _OpenAnswer:
     """An answer of which rows are missing."""
 
-    def __init__(self, header: _Header) -> None:
-        self.have, self._first = 0, header
-        shape = (header.total, *header.shape[1:])
-        token_ids = torch.empty(header.total, dtype=torch.int32)
-        hidden = torch.empty(shape, dtype=_DTYPES[header.dtype])
-        self.rows = Rows(token_ids, header.prompt_tokens, header.version, hidden)
+    def __init__(self, part: RowsPart, header: _Header) -> None:
+        self.have, self._of = 0, (part.total, part.version, header.dtype, header.width)
+        hidden = torch.empty((part.total, *header.width), dtype=_DTYPES[header.dtype])
+        token_ids = torch.empty(part.total, dtype=torch.int32)
+        self.rows = Rows(token_ids, part.prompt_tokens, part.version, hidden)
 
-    def goes_on(self, header: _Header) -> bool:
+    def goes_on(self, part: RowsPart, header: _Header) -> bool:
         """Whether the part follows what is there, of the same weights."""
-        own = (self._first.total, self._first.version, self._first.dtype, self._first.shape[1:])
-        return (header.total, header.version, header.dtype, header.shape[1:]) == own and header.begin == self.have
+        return (part.total, part.version, header.dtype, header.width) == self._of and part.begin == self.have
 
-    def add(self, header: _Header, tokens: bytes, hidden: bytes) -> None:
-        end = self.have + header.shape[0]
-        self.rows.token_ids.numpy()[self.have : end] = np.frombuffer(tokens, dtype="<i4")
-        own = self.rows.hidden[self.have : end].view(torch.uint8).numpy()
-        own[:] = np.frombuffer(hidden, dtype=np.uint8).reshape(own.shape)
+    def add(self, token_ids: IntArray, rows: npt.NDArray[np.uint8]) -> None:
+        end = self.have + len(token_ids)
+        self.rows.token_ids.numpy()[self.have : end] = token_ids
+        self.rows.hidden.view(torch.uint8).numpy()[self.have : end] = rows
         self.have = end
 
 

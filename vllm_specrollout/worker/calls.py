@@ -7,19 +7,22 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from vllm_specrollout.cluster.child import WarmDrafter
-from vllm_specrollout.cluster.profiles import kept, of_engine
+from vllm_specrollout.cluster.prefills import Prefills
+from vllm_specrollout.cluster.profiles import Learning, kept, of_engine
 from vllm_specrollout.config import DECOUPLED_SOURCES
 from vllm_specrollout.drafters.keeping import KeepsHistory
 from vllm_specrollout.errors import ForbiddenError, SpecRolloutError
 from vllm_specrollout.history.answers import Outcome
 from vllm_specrollout.history.epochs import EpochError
+from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.metrics import Gain
 from vllm_specrollout.observe.timeline import TimelineListener
+from vllm_specrollout.worker import hidden
 from vllm_specrollout.worker.common import Stats, is_first_rank
 from vllm_specrollout.worker.models import decoupled
 from vllm_specrollout.worker.models.proposing import path_of
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
     from vllm_specrollout.worker.v2.runner import SpecRolloutV2
 else:
     _Base = object
+
+_Listening = TypeVar("_Listening", bound=Listener)
 
 
 class DrafterMixin(_Base):
@@ -227,13 +232,41 @@ class TrainerMixin(WeightsMixin):
         history = self._history()
         return {} if history is None else history.as_dict()
 
+    def spec_rollout_prefills(self) -> dict[str, Any]:
+        """What prompts cost, by `cluster.prefills.Prefills`: "tokens" and "seconds" since this was asked first."""
+        if not is_first_rank():
+            return {}
+        own = self._listening(Prefills)
+        if own is None:
+            self.model_runner.spec_rollout.listeners.append(own := Prefills())
+        return {"tokens": own.tokens, "seconds": own.seconds}
+
+    def _listening(self, kind: type[_Listening]) -> _Listening | None:
+        """The listener of this kind."""
+        return next((one for one in self.model_runner.spec_rollout.listeners if isinstance(one, kind)), None)
+
     def spec_rollout_profiles(self) -> list[dict[str, Any]]:
-        """What is known of drafters beside this engine's model on its devices, whoever measured it.
+        """What is known of drafters beside this engine's model on its devices, whoever measured it; and of what this
+        engine drafts by itself, as it has gone here.
 
         Returns:
             [k] `cluster.profiles.DrafterProfile`s, in plain JSON types.
         """
-        return [msgspec.to_builtins(one, str_keys=True) for one in of_engine(kept(), key_of(self.vllm_config))]
+        learning, known = self._listening(Learning), of_engine(kept(), key_of(self.vllm_config))
+        own = None if learning is None else learning.own
+        found = [one if own is None else msgspec.structs.replace(one, own=own) for one in known]
+        return [msgspec.to_builtins(one, str_keys=True) for one in found]
+
+    def spec_rollout_answers(self, address: str, most_tokens: int) -> dict[str, Any]:
+        """What this engine shall compute once more for a trainer; see `hidden.answers_for`. From the first call on,
+        answers are kept. Ranks that do not draft say nothing; an error comes back as its cause and hint.
+        """
+        if not is_first_rank():
+            return {}
+        try:
+            return hidden.answers_for(self.model_runner, address, most_tokens)
+        except SpecRolloutError as error:
+            return {"cause": error.cause, "hint": error.hint}
 
     def shutdown(self) -> None:
         runner = getattr(self, "model_runner", None)

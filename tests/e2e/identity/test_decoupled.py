@@ -25,13 +25,9 @@ from tests.e2e.identity.compare import compare, run
 from tests.e2e.identity.engines import engine, model
 from tests.e2e.short_context import with_context
 from vllm_specrollout.budgets.step_cost import Asking
-from vllm_specrollout.cluster import link as links
 from vllm_specrollout.cluster.child import Command, WarmDrafter
-from vllm_specrollout.cluster.link import Mail, MatchCounts, OwnPlan
+from vllm_specrollout.cluster.link import Mail
 from vllm_specrollout.cluster.messages import Message
-from vllm_specrollout.cluster.profiles import draft_line
-from vllm_specrollout.cluster.rates import Mode
-from vllm_specrollout.cluster.reconfigure import Group
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.drafters.decoupled import connect
 
@@ -39,7 +35,7 @@ pytestmark = pytest.mark.nightly
 
 DECOUPLED = {
     "drafters": [], "budget": "fixed", "max_draft_tokens": 16, "placement": "decoupled",
-    "decoupled": {"reconfigure": "goodput", "window": 4},
+    "decoupled": {"window": 4},
 }  # fmt: skip
 WARM = ("first", "second")
 
@@ -239,44 +235,6 @@ def test_warm_drafters_come_and_go_within_one_batch(stage: Stage) -> None:
     now = stage.ask("spec_rollout_standing")
     assert now["steps"] > standing["steps"] > 0
     assert now["verified"] >= now["accepted"] > standing["accepted"] > 0
-
-
-def test_windows_and_modes_change_within_a_batch_and_no_token_does(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each 20 tokens: what Algorithm 2 says, by the times that this engine has learned, and something else for all
-    others."""
-    stage.attach("first")
-    link, replanning, rng = stage.drafter.links["first"], stage.runner.replanning, random.Random(1)
-    own, mail = replanning.plan, stage.overheard("first")
-    until(lambda: stage.ask("drafters_state")["first"]["is_there"])
-    groups: list[Group] = []
-    most, accepted = [0], stage.runner.stats.accepted
-
-    def plan(group: Group, counts: MatchCounts) -> dict[str, OwnPlan]:
-        groups.append(group)
-        modes = (Mode.COUPLED, Mode.DECOUPLED)
-        return {name: OwnPlan(rng.randint(1, 16), rng.choice(modes)) for name in counts.request_ids} | dict(
-            own(group, counts)
-        )
-
-    def before_step(step: int) -> None:
-        if step == 3:
-            until(lambda: stage.ask("drafters_state") and draft_line(link.beats))
-        elif 4 <= step < 7:
-            until(lambda: stage.has_answered("first", levels=1))
-        most[0] = max(most[0], stage.ask("drafters_state")["first"]["own_plans"])
-
-    # a drafter that is a window ahead says no more: what it said so far is enough
-    monkeypatch.setattr(links, "_BEAT_S", 0.0)
-    monkeypatch.setattr(replanning, "every", 20)
-    monkeypatch.setattr(replanning, "plan", plan)
-    check(stage.requests, stage.truth, decode(stage.llm, stage.requests, before_step))
-    assert len(groups) >= 10 and all(group.verify.ms(1) > 0.0 < group.draft.ms(1) for group in groups)
-    assert min(mail.windows) < 0 < max(mail.windows) and len(mail.windows) > 8, "in both modes"
-    assert most[0] > 8, "and it is said how many have a plan of their own"
-    assert stage.runner.stats.accepted > accepted
-    assert stage.ask("detach_drafter", "first")["waited_s"] == 0.0
 
 
 def test_a_drafter_whose_time_is_limited_as_engines_are_shipped_changes_no_token(

@@ -149,34 +149,12 @@ def pid_of(group: SpecGroup, name: str) -> int:
 # groups of their own come first: beside the others' group they would find neither memory nor Ray's cores
 
 
-def test_three_engines_with_other_drafters_race_and_one_is_killed(path: str, truth: Any) -> None:
-    """A helper has a model that stragglers' owners lack; whoever ends first, the tokens are stock's."""
-    requests, wanted, _ = truth
-    settings = {**ENGINE, "kv_cache_memory_bytes": 1 << 27}
-    drafter = {**ENGINE, "kv_cache_memory_bytes": 1 << 26}
-    more = {"engine": settings, "drafter_engine": drafter, "spec_rollout": DRAFTS}
-    with SpecGroup(path, engines=3, ladder="race", drafters=[path], **more) as group:
-        assert ask(group, requests) == wanted
-        end = time.monotonic() + 600
-        while not all(one["drafter"] for one in group.status()["engines"].values()):
-            assert time.monotonic() < end
-            group._turn({})
-        while not group.status()["raced"]:
-            assert time.monotonic() < end
-            assert ask(group, requests[:2]) == wanted[:2]
-        victim = pid_of(group, "engine-2")
-        once(group, lambda: bool(group._driver.open), lambda: os.kill(victim, signal.SIGKILL))
-        assert ask(group, requests) == wanted
-        assert group.status()["disagreements"] == 0
-
-
 def test_two_ranks_an_engine_share_a_batch(path: str, truth: Any) -> None:
     requests, wanted, _ = truth
     settings = {**ENGINE, "kv_cache_memory_bytes": 1 << 27, "tensor_parallel_size": 2}
     with SpecGroup(path, ladder="move", devices=["cpu:0-1"] * 2, engine=settings, spec_rollout=DRAFTS) as group:
         assert [len(own) for own in group.collective_rpc("spec_rollout_stats")] == [2, 2]
         assert ask(group, requests) == wanted
-        assert group.status()["disagreements"] == 0
 
 
 def test_drafters_are_chosen_by_what_an_earlier_group_measured(
@@ -196,7 +174,7 @@ def test_drafters_are_chosen_by_what_an_earlier_group_measured(
                 break
             assert time.monotonic() < end
             assert ask(group, anew(requests[1:2], number)) == wanted[1:2]
-    assert {one.drafter for one in known} == {path} and known[0].match().among(1) > 0.9
+    assert {one.drafter for one in known} == {path} and known[0].match > 0.9
     ladder, models = choose_ladder(known)
     with SpecGroup(path, drafters="auto", **own, **more) as group:
         assert group.status()["ladder"] == ladder
@@ -231,7 +209,6 @@ def test_answers_of_a_group_are_stocks_and_an_idle_engines_drafter_helps(group: 
     finally:
         del group._take  # type: ignore[attr-defined]
     assert group.status()["lent"] > before and max(matched, default=0) > 0
-    assert group.status()["disagreements"] == 0
 
 
 @pytest.mark.parametrize("victim", ["the actor", "its engine"])

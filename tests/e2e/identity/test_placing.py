@@ -1,4 +1,4 @@
-"""The very tokens of stock vLLM where an engine goes from drafting in its steps to drafting beside them, and back."""
+"""The very tokens of stock vLLM wherever `placement: auto` has a model draft: in the steps, beside them, or nowhere."""
 
 from __future__ import annotations
 
@@ -9,65 +9,40 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import torch
-
 from tests.e2e.drafting_models import perturbed
-from tests.e2e.elsewhere import placing_of
 from tests.e2e.identity.cases import cases
 from tests.e2e.identity.check import VOCAB
 from tests.e2e.identity.compare import compare, run
 from tests.e2e.identity.engines import engine, model
-from vllm_specrollout.cluster.duel import Duel
+from vllm_specrollout.cluster.planner import Plan
+from vllm_specrollout.cluster.rates import Mode
+from vllm_specrollout.worker.models import decoupled
+
+pytestmark = pytest.mark.nightly
 
 
-class Restless(Duel):
-    """Changes its mind every few steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps = 0
-
-    @property
-    def choice(self) -> int:
-        return self.steps // 5 % 2
-
-    def step(self, num_requests: int, tokens: int, seconds: float) -> None:
-        self.steps += 1
+def plan(mode: Mode) -> Plan:
+    return Plan(mode=mode, draft_gpus=1, verify_gpus=1, groups=1, batch=8, window=3)
 
 
-def cores() -> list[set[int]]:
-    return [os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")]
-
-
-@pytest.mark.nightly
-def test_changes_of_placement_change_no_token_and_end_with_the_drafter(models: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("best", [None, Mode.COUPLED, Mode.DECOUPLED, Mode.OWN])
+def test_a_model_drafts_where_it_is_planned_to_and_no_token_changes(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, best: Mode | None
+) -> None:
     target = model(models, "llama", "float32")
-    requests = cases(20, VOCAB, seed=23, max_tokens=24)
-    last = max(os.sched_getaffinity(0))
-    given = {"method": "draft_model", "model": perturbed(target, tmp_path / "draft", 0.1), "num_speculative_tokens": 4}
-    auto = {"drafters": [], "budget": "fixed", "max_draft_tokens": 8, "placement": "auto", "devices": [f"cpu:{last}"]}
+    requests = cases(12, VOCAB, seed=23, max_tokens=24)
+    small = perturbed(target, tmp_path / "draft", 0.1)
+    known = {} if best is None else {str(small): (plan(Mode.DECOUPLED), plan(best))}
+    monkeypatch.setattr(decoupled, "planned", lambda vllm_config: known)
+    given = {"method": "draft_model", "model": str(small), "num_speculative_tokens": 4}
+    own = {"drafters": [], "budget": "fixed", "max_draft_tokens": 8, "placement": "auto"}
+    own["devices"] = [f"cpu:{max(os.sched_getaffinity(0))}"]
     with engine(target, "float32", is_ours=False) as stock:
         truth = run(stock.llm, requests)
-    with engine(target, "float32", is_ours=True, spec_rollout={**auto, "speculative_config": given}) as ours:
-        placing, threads = placing_of(ours), torch.get_num_threads()
-        before = set().union(*cores())
-        placing.duel = Restless()
+    with engine(target, "float32", is_ours=True, spec_rollout={**own, "speculative_config": given}) as ours:
         report = compare(requests, truth, run(ours.llm, requests), "float32")
         assert not report.failures, report.failures[:3]
-        assert placing.changes >= 2, "it has drafted in both ways"
-        acceptance = ours.runner.model_drafter.acceptance
-        assert acceptance is not None and ours.runner.remote.totals()[1] > 0, "both have drafted"
-        assert ours.runner.stats.accepted > 0
-        placing.arrange(1)
-        if len(before) > 1:
-            assert all(last not in own for own in cores()), "the drafter's core is left to it"
-        placing.arrange(0)
-        assert set().union(*cores()) == before and torch.get_num_threads() in (threads, len(before))
-        # without its drafter elsewhere it goes on, and drafts here
-        (link,) = ours.runner.remote.links.values()
-        link.process.kill()
-        while link.process._restarts.ended():
-            pass  # it was begun anew as often as it may be
-        report = compare(requests, truth, run(ours.llm, requests), "float32")
-        assert not report.failures, report.failures[:3]
-        assert placing.now == 0
+        here, links = ours.runner.model_drafter, ours.runner.remote.links
+        assert here.is_resting is (best in (Mode.DECOUPLED, Mode.OWN))
+        assert [link.window for link in links.values()] == ([3] if best is Mode.DECOUPLED else [])
+        assert (ours.runner.stats.accepted > 0) is (best is not Mode.OWN)

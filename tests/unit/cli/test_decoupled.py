@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from tests.unit.cluster.test_profiles import WRITTEN, other, profile
 from vllm_specrollout.cli.commands import app
-from vllm_specrollout.cluster.profiles import save
+from vllm_specrollout.cluster.profiles import OwnDrafts, save
 from vllm_specrollout.cluster.rates import AffineTime
 from vllm_specrollout.config import parse
 from vllm_specrollout.errors import SpecRolloutError
@@ -38,9 +38,9 @@ def _cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def test_plans_are_rehearsed_and_written_the_best_first(tmp_path, mine):
+def test_plans_are_printed_and_written_the_best_first(tmp_path, mine):
     report, text = written(tmp_path, "--profile", mine)
-    assert "rehearsed estimates, not measured" in text and "never waits" in text and "by paper" in text
+    assert "are estimates" in text
     plans = [report["best"], *report["others"]]
     assert {p["mode"] for p in plans} == {"plain", "coupled", "decoupled"} and report["estimate"] is True
     speeds = [p["tokens_per_s"] for p in plans]
@@ -49,7 +49,7 @@ def test_plans_are_rehearsed_and_written_the_best_first(tmp_path, mine):
 
 
 def test_of_a_model_all_drafters_are_planned_that_its_engines_have_measured(tmp_path):
-    save(profile(draft=AffineTime(0.0, 0.5), ranks="0" * 400))
+    save(profile(draft=AffineTime(0.0, 0.5), match=0.95, positions=400))
     save(profile(drafter="slow", draft=AffineTime(0.0, 50.0)))
     report, text = written(tmp_path, "--model", "big")
     assert report["best"]["drafter"] == "small" and {p["drafter"] for p in report["others"]} == {"small", "slow"}
@@ -63,19 +63,19 @@ def test_of_a_model_all_drafters_are_planned_that_its_engines_have_measured(tmp_
     [
         ({"draft": AffineTime(0.0, 500.0)}, {"placement": "coupled"}),
         (
-            {"draft": AffineTime(0.0, 0.1), "ranks": "0" * 400},
+            {"draft": AffineTime(0.0, 0.1), "match": 0.95, "positions": 400},
             {
                 "placement": "coupled",
                 "speculative_config": {"method": "draft_model", "model": "small", "num_speculative_tokens": 2},
             },
         ),
         (
-            {"draft": AffineTime(0.0, 6.0), "ranks": "0" * 400},
+            {"draft": AffineTime(0.0, 6.0), "match": 0.95, "positions": 400},
             {
                 "placement": "decoupled",
                 "speculative_config": {"method": "draft_model", "model": "small", "num_speculative_tokens": 2},
                 "devices": ["cuda:1"],
-                "decoupled": {"window": 2, "fan_out": 1},
+                "decoupled": {"window": 2},
             },
         ),
     ],
@@ -85,17 +85,36 @@ def test_the_best_plan_becomes_a_configuration_that_engines_take(tmp_path, chang
     _, text = written(tmp_path, "--model", "big", "--apply", tmp_path / "applied.json")
     applied = json.loads((tmp_path / "applied.json").read_text())
     assert applied == expected and parse(applied) is not None
-    assert text.splitlines()[-1] == f"vllm serve big --spec-rollout {tmp_path / 'applied.json'}"
+    command = f"vllm serve big --spec-rollout {tmp_path / 'applied.json'}"
+    # two engines of one device each, or one of two
+    is_one = expected["placement"] == "decoupled"
+    assert text.splitlines()[-1] == (command if is_one else f"CUDA_VISIBLE_DEVICES=1 {command} --port 8001")
 
 
 def test_several_devices_that_draft_are_drafters_alike(tmp_path):
     two = {2: AffineTime(0.5, 20.0, 0.3)}
-    save(profile(key=other(tensor_parallel=2), verify=two, draft=AffineTime(4.0, 2.0), ranks="0" * 400))
+    save(profile(key=other(tensor_parallel=2), verify=two, draft=AffineTime(4.0, 2.0), match=0.95, positions=400))
     result = run("--gpus", 4, "--batch", 8, "--one-host", "--model", "big", "--apply", tmp_path / "applied.json")
     applied = json.loads((tmp_path / "applied.json").read_text())
     assert applied["devices"] == ["cpu:2"]
     assert applied["decoupled"]["drafters"] == [{"model": "small", "devices": ["cpu:3"]}]
     assert "--tensor-parallel-size 2" in result.stdout
+
+
+def test_a_plan_of_several_groups_says_how_often_its_file_is_wanted_and_what_starts_each(tmp_path):
+    verify = {1: AffineTime(2.0, 13.0, 0.05)}
+    save(profile(device="cuda: a card", draft=AffineTime(0.0, 6.0), match=0.95, verify=verify))
+    result = run("--gpus", 8, "--batch", 8, "--one-host", "--model", "big", "--apply", tmp_path / "applied.json")
+    said, first, *_, fourth = result.stdout.splitlines()[-5:]
+    assert said == "The file is wanted 4 times: for 4 engines, on 2 devices of its own each."
+    command = f"vllm serve big --spec-rollout {tmp_path / 'applied.json'} --port"
+    assert first == f"CUDA_VISIBLE_DEVICES=0,1 {command} 8000" and fourth == f"CUDA_VISIBLE_DEVICES=6,7 {command} 8003"
+
+
+def test_a_plain_plan_switches_off_what_the_engine_has_where_that_is_known(tmp_path):
+    save(profile(draft=AffineTime(0.0, 500.0), own=OwnDrafts(1.01, 16.0)))
+    written(tmp_path, "--model", "big", "--apply", tmp_path / "applied.json")
+    assert json.loads((tmp_path / "applied.json").read_text()) == {"placement": "coupled", "budget": "off"}
 
 
 def test_plan_without_a_command_plans_drafters_and_verifiers(mine):

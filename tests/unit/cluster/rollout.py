@@ -9,8 +9,7 @@ import numpy as np
 
 from tests.reference.decoupled import VOCABULARY, FakeEngine, Wire, sampling, token_at
 from vllm_specrollout.cluster.line import Line
-from vllm_specrollout.cluster.link import Link, OwnPlan
-from vllm_specrollout.cluster.rates import Mode
+from vllm_specrollout.cluster.link import Link
 from vllm_specrollout.cluster.serving import Serving
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.types import DraftLimits, RequestBatch, RequestView
@@ -129,14 +128,9 @@ class Rollout:
             self.step()
 
     def replan(self) -> None:
-        """Other windows and modes for some requests."""
+        """Other windows."""
         for link in self.drafter.links.values():
-            modes = (Mode.COUPLED, Mode.DECOUPLED)
-            link.plans = {
-                name: OwnPlan(self.rng.randint(1, 16), self.rng.choice(modes))
-                for name in self.left
-                if self.rng.random() < 0.5
-            }
+            link.window = self.rng.randint(1, 16)
 
     def check(self) -> None:
         """The target's very tokens."""

@@ -65,7 +65,7 @@ class Engine:
                 self.live[key] = (run, tokens, len(tokens))
                 if is_over or wrong:
                     del self.live[key]
-        return Report(parts, None, (), self.drafter and f"ipc://{self.drafter}")
+        return Report(parts, None, (0, 0.0), self.drafter and f"ipc://{self.drafter}")
 
     def warm(self, model: str) -> None:
         self.drafter = model

@@ -131,7 +131,7 @@ def test_whatever_dies_and_whoever_helps_each_answer_is_one_engines_own(ladder: 
     for request, found in answers.items():
         assert list(found.token_ids) == answer(asked[request].params), request
         assert found.versions == ((0, 0),)
-    assert world.driver.counts["disagreements"] == 0 and not world.driver.open and not world.driver.waiting
+    assert not world.driver.open and not world.driver.waiting
     # nothing runs on for nobody
     for _ in range(2000):
         world.turn()
@@ -194,7 +194,7 @@ def test_siblings_go_to_one_engine_and_others_wait_for_it_while_none_is_idle() -
     world.driver.decide()
     homes: dict[str, set[str]] = {}
     for own in asked.values():
-        homes.setdefault(own.problem, set()).update(own.copies)
+        homes.setdefault(own.problem, set()).add(own.engine)
     assert [len(one) for one in homes.values()] == [1, 1, 1, 1]
     assert [len(one.running) for one in world.driver.engines.values()] == [4, 4]
 
@@ -236,24 +236,3 @@ def test_without_an_engine_the_batch_fails_and_says_what_the_last_ones_said() ->
     world.kill("engine-0")
     with pytest.raises(GroupError, match="no engine is left: .*engine-1: killed"):
         world.kill("engine-1")
-
-
-def test_steps_in_flight_alternate_by_the_lengths_that_problems_had() -> None:
-    """HistoPipe: who gets the long problems in one step gets the short ones in the next."""
-    world = World(2, Rules())
-    for one in world.alive.values():
-        one.places = 4
-    world.settle()
-
-    def batch() -> dict[str, Any]:
-        params = [{"seed": i, "max_tokens": 30 if i < 2 else 3, "temperature": 1.0} for i in range(4)]
-        return asking.ask([[1, i] for i in range(4)], params)
-
-    asking, homes = RequestChecker(0), []
-    for step in (None, 1, 2):
-        asked = batch()
-        world.driver.add(asked, step)
-        found = finish(world, asked)
-        homes.append([found[request].engine for request in asked])
-    assert homes[1] == ["engine-1", "engine-1", "engine-0", "engine-0"]
-    assert homes[2] == ["engine-0", "engine-0", "engine-1", "engine-1"]

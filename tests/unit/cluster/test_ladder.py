@@ -64,15 +64,10 @@ def test_half_of_the_fullest_ones_requests_move_where_smaller_batches_repay_the_
     assert decided(engines, prices=measured(fill_s=1e-4)) == []
 
 
-def test_a_straggler_is_run_twice_only_where_a_model_of_its_own_drafts() -> None:
-    slow = {"slow": long(400, 400), "fast": long(400, 100)}
-    alone = {"a": engine(slow), "b": engine()}
-    assert decided(alone, ladder="race") == []
-    helped = {"a": engine(slow), "b": engine(drafter="ipc:///d", method="small")}
-    found = decided(helped, ladder="race")
-    assert found[0] == Run("b", "slow") and Run("b", "fast") in found
-    (attach,) = [one for one in found if isinstance(one, Attach)]
-    assert attach.engine == attach.lender == "b" and set(attach.requests) == {"slow", "fast"}
+def test_what_cannot_be_resumed_is_never_moved() -> None:
+    running = {f"r{i}": Copy(10, 400 + i, 400, 400, may_move=i == 3) for i in range(4)}
+    found = decided({"a": engine(running), "b": engine()}, ladder="move", prices=measured(fill_s=1e-4))
+    assert found == [Move("b", "r3", "a")]
 
 
 def test_an_idle_engines_drafter_is_lent_to_stragglers_of_its_host_and_taken_back() -> None:
@@ -122,5 +117,5 @@ def test_what_is_left_is_what_a_move_gains_where_lengths_are_known() -> None:
     prices = measured(fill_s=1e-4)
     for left, moves in ((1000.0, 1), (1.0, 0)):
         running = {f"r{i}": Copy(10, 400, 400, 400, left) for i in range(2)}
-        found = decided({"a": engine(running), "b": engine()}, ladder="race", prices=prices)
+        found = decided({"a": engine(running), "b": engine()}, ladder="move", prices=prices)
         assert len(found) == moves

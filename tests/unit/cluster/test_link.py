@@ -403,14 +403,3 @@ def test_what_is_counted_is_plain_and_outlives_its_link(engine: Engine) -> None:
     assert engine.drafter.totals() == (1, 1, 2)
     engine.drafter.detach("one")
     assert engine.drafter.totals() == (0, 1, 2)
-
-
-def test_while_drafters_rest_nothing_is_told_and_nothing_proposed(engine: Engine) -> None:
-    engine.attach("one")
-    engine.heard("one")
-    engine.drafter.rest(True)
-    engine.tokens["0"].append(7)
-    assert engine.step().num_nodes == 0 and engine.heard("one") == []
-    engine.drafter.rest(False)
-    engine.step()
-    assert [type(message) for message in engine.heard("one")] == [Told]

@@ -4,29 +4,45 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from collections import deque
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.unit.cluster.test_reconfigure import BEAT, Engine
+from tests.drafters import nothing_accepted
+from tests.reference.decoupled import VOCABULARY, Wire, sampling
 from vllm_specrollout.budgets.profile import ProfileKey
 from vllm_specrollout.budgets.step_cost import StepCost
-from vllm_specrollout.cluster.link import Beat
-from vllm_specrollout.cluster.profiles import DrafterProfile, draft_line, kept, line_at, of_engine, of_model, read, save
+from vllm_specrollout.cluster.link import Beat, Following, Link, LinkCounts, Score
+from vllm_specrollout.cluster.profiles import (
+    DrafterProfile,
+    Learning,
+    OwnDrafts,
+    draft_line,
+    kept,
+    line_at,
+    of_engine,
+    of_model,
+    read,
+    save,
+)
 from vllm_specrollout.cluster.rates import AffineTime
+from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.types import StepTiming
+from vllm_specrollout.types import StepRecord, StepTiming, empty_trees
 
+BEAT = Beat(450.0, 50, 800)
+"""Passes of 9 ms, of sixteen requests."""
 KEY = ProfileKey(model="m", dtype="float32", device="a core", vllm="0.32.0", tensor_parallel=1, is_eager=True)
 TIME = {"fixed_ms": 13, "per_request_ms": 0.04, "per_row_ms": 0.03}
-WRITTEN: dict[str, Any] = {"draft": TIME, "verify": {"1": TIME}, "among": [0.6, 0.7]}
+WRITTEN: dict[str, Any] = {"draft": TIME, "verify": {"1": TIME}, "match": 0.6}
 
 
 def profile(**changes: Any) -> DrafterProfile:
-    given = {"draft": AffineTime(0.1, 4.0), "verify": {1: AffineTime(0.3, 13.0, 0.05)}, "ranks": "0010820" * 50}
-    own = {"target": "big", "drafter": "small", "device": "cpu: a core", "key": KEY}
+    given = {"draft": AffineTime(0.1, 4.0), "verify": {1: AffineTime(0.3, 13.0, 0.05)}, "match": 0.6}
+    own = {"target": "big", "drafter": "small", "device": "cpu: a core", "key": KEY, "positions": 350}
     return DrafterProfile(**{**given, **own, **changes})
 
 
@@ -36,21 +52,47 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "vllm-specrollout" / "profiles" / "drafters"
 
 
+class Engine:
+    """Sixteen requests, and a drafter elsewhere."""
+
+    def __init__(self) -> None:
+        self.wire = Wire(random.Random(1))
+        self.drafter = DecoupledDrafter(
+            sampling, 0, vocab_size=VOCABULARY, window=8, connect=lambda address: self.wire.box("one")
+        )
+        self.drafter.attach("one", "one")
+        self.link.model, self.link.device = "small", "cpu: a core"
+        self.kept: list[DrafterProfile] = []
+        self.learning = Learning(self.drafter, self.kept.append)
+
+    @property
+    def link(self) -> Link:
+        return self.drafter.links["one"]
+
+    def ended(self, tried: int, matched: int) -> None:
+        """Requests are over for which so much was drafted."""
+        self.link.counts.over += Score(tried, matched, matched)
+
+    def step(self, *, nodes: int = 32, tokens: int = 40, is_decode_only: bool = True) -> None:
+        """A step is over: 12 ms and 0.2 for each row."""
+        timing = StepTiming(16, 16 + nodes, nodes, 0, tokens, 12.0 + 0.2 * (16 + nodes), is_decode_only)
+        self.learning.stepped(StepRecord(None, empty_trees([]), nothing_accepted(0), timing))
+
+
 def test_an_engine_keeps_what_it_learned_whenever_that_rests_on_twice_as_much() -> None:
     engine = Engine()
     engine.link.beats.extend([BEAT] * 5)
     for count in (255, 1, 255, 1, 512):
-        engine.link.ranks += [0, 1, 9] * (count // 3) + [0] * (count % 3)
-        engine.link.ranked += count
+        engine.ended(count, count // 2)
         engine.step()
         engine.step()
-    assert [len(one.ranks) for one in engine.kept] == [256, 512, 1024]
+    assert [one.positions for one in engine.kept] == [256, 512, 1024]
     last = engine.kept[-1]
     assert last.drafter == "small" and last.device == "cpu: a core"
     assert last.draft.ms(16) == pytest.approx(9.0, rel=0.02) and last.verify[1].ms(16, 2.0) == pytest.approx(
         21.6, rel=0.02
     )
-    assert last.match().among(1) == pytest.approx(1 / 3, abs=0.01) and last.match().among(8) < 0.7, "9 is none of them"
+    assert last.match == pytest.approx(0.5, abs=0.01)
 
 
 def test_a_drafter_that_is_lent_again_and_again_is_learned_over_all_its_links() -> None:
@@ -59,20 +101,42 @@ def test_a_drafter_that_is_lent_again_and_again_is_learned_over_all_its_links() 
         engine.link.beats.extend([BEAT] * 5)
         engine.step()
         # the request is over, what is known of it is there at last, and the drafter is taken back
-        engine.link.ranks += [number] * 100
-        engine.link.ranked += 100
+        engine.ended(100, 30 * number)
         gone = engine.drafter.links.pop("one")
         engine.step()
         engine.drafter.links["one"] = other = copy.copy(gone)
-        other.ranked, other.ranks = 0, deque()
+        other.counts = LinkCounts()
     (found,) = engine.kept
-    assert found.ranks == "0" * 100 + "1" * 100 + "2" * 100
+    assert found.positions == 300 and found.match == pytest.approx(0.3)
+
+
+def test_old_positions_count_less_as_weights_change() -> None:
+    engine = Engine()
+    engine.link.beats.extend([BEAT] * 5)
+    for matched in (0, 4000, 4000, 4000, 4000):
+        engine.ended(4000, matched)
+        engine.step()
+    found = engine.learning.profile(engine.link)
+    assert found is not None and found.positions == 20_000 and found.match > 4 / 5
+
+
+def test_what_an_engine_has_by_itself_is_learned_while_nobody_elsewhere_drafts() -> None:
+    engine = Engine()
+    engine.step(is_decode_only=False)
+    assert engine.learning.own is None
+    for _ in range(20):
+        engine.step(nodes=64, tokens=40)
+    own = engine.learning.own
+    assert own == OwnDrafts(2.5, 4.0)
+    engine.link.open["r"] = Following(1, "r")
+    for _ in range(20):
+        engine.step(nodes=0, tokens=16)
+    assert engine.learning.own == own, "a drafter elsewhere takes part"
 
 
 def test_nothing_is_kept_of_a_drafter_that_did_not_say_what_it_is_or_has_not_drafted() -> None:
     engine = Engine()
-    engine.link.ranks += [0] * 300
-    engine.link.ranked = 300
+    engine.ended(300, 200)
     engine.step()
     assert engine.kept == [] and engine.learning.profile(engine.link) is None, "no pass"
     engine.link.beats.append(BEAT)
@@ -89,7 +153,7 @@ def test_what_is_kept_is_found_by_the_engine_that_is_alike_and_by_the_models_nam
     )
     for one in (first, wider, foreign):
         save(one)
-    save(newer := profile(ranks="0" * 500))
+    save(newer := profile(positions=500))
     assert of_engine(kept(), KEY) == [newer], "in the place of the older one"
     (both,) = of_model(kept(), "big")
     assert set(both.verify) == {1, 2}
@@ -102,7 +166,7 @@ def other(**changes: Any) -> ProfileKey:
 
 
 def test_of_a_drafter_on_several_devices_the_one_that_is_known_best_counts() -> None:
-    best = profile(device="cuda: a card", ranks="0" * 400)
+    best = profile(device="cuda: a card", positions=400)
     assert of_engine([profile(), best], KEY) == [best]
 
 
@@ -124,7 +188,7 @@ def test_a_file_that_somebody_wrote_is_a_profile(tmp_path: Path) -> None:
     path.write_text(json.dumps(WRITTEN))
     found = read(path, "--profile")
     assert found.draft == found.verify[1] == AffineTime(0.04, 13.0, 0.03)
-    assert found.fan_out == 2 and found.match().among(2) == pytest.approx(0.7, abs=0.02)
+    assert found.match == 0.6 and found.own is None
 
 
 @pytest.mark.parametrize(
@@ -139,10 +203,9 @@ def test_a_file_that_somebody_wrote_is_a_profile(tmp_path: Path) -> None:
         ({"verify": {"x": TIME}}, "is no profile of a drafter"),
         ({"verify": {}}, "says nothing of a verifier"),
         ({"depth": 3}, "contains unknown field `depth`"),
-        ({"among": []}, "has to say how drafts match"),
-        ({"ranks": "00"}, "in one way"),
-        ({"among": [0.7, 0.6]}, "give rising shares|match rates are"),
-        ({"among": [], "ranks": "0x"}, "more than digits"),
+        ({"verify": {"1": {"fixed_ms": 0, "per_request_ms": 0}}}, "a verifier on 1 devices takes 0.0 ms a step"),
+        ({"match": 1.5}, "`match` is 1.5, outside 0 to 1"),
+        ({"own": {"tokens": 0.5, "drafts": 3}}, "`own` has 0.5 tokens a step"),
     ],
 )
 def test_a_file_that_is_none_is_one_clear_error(tmp_path: Path, changes: Any, cause: str) -> None:

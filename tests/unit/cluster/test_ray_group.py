@@ -190,10 +190,10 @@ def test_devices_are_what_an_engines_process_sees(group: SpecGroup) -> None:
         ({"engines": 0}, "`engines` is 0"),
         ({"ladder": "up"}, "`ladder` names 'up'"),
         ({"ladder": "attach"}, "`drafters` names none"),
-        ({"ladder": "race"}, "`drafters` names none"),
-        ({"ladder": "race", "drafters": "auto"}, "`ladder` is 'race', and `drafters` is 'auto'"),
+        ({"ladder": "race"}, "`ladder` names 'race'"),
+        ({"ladder": "attach", "drafters": "auto"}, "`ladder` is 'attach', and `drafters` is 'auto'"),
         ({"drafters": ["small"]}, "`ladder` is 'off'"),
-        ({"drafters": "small", "ladder": "race"}, "`drafters` is 'small'"),
+        ({"drafters": "small", "ladder": "attach"}, "`drafters` is 'small'"),
         ({"devices": ["cpu:0"]}, "names 1 places for 2 engines"),
         ({"devices": ["cuda:0", "cuda:0"]}, "gives cuda:0 to two engines"),
         ({"devices": ["gpu", "cpu:0"]}, "names 'gpu', and no devices"),
@@ -237,7 +237,7 @@ def test_drafters_and_the_ladder_are_chosen_by_what_is_known_of_them() -> None:
 
 def known(drafter: str, fixed_ms: float) -> Any:
     verify = {1: AffineTime(0.3, 13.0, 0.05)}
-    own = DrafterProfile(draft=AffineTime(0.0, fixed_ms), verify=verify, among=(0.8, 0.9), drafter=drafter)
+    own = DrafterProfile(draft=AffineTime(0.0, fixed_ms), verify=verify, match=0.8, drafter=drafter)
     return msgspec.to_builtins(own, str_keys=True)
 
 

@@ -45,7 +45,6 @@ REFUSED_CONFIGS = {
     "a key of vLLM's own": {"method": "ngram"},
     "a key that resembles none": {"temperature": 1.0},
     "a window below nothing": {"decoupled": {"window": -1}},
-    "an unknown way to reconfigure": {"decoupled": {"reconfigure": "always"}},
     "no token for a position": {"decoupled": {"fan_out": 0}},
     "a decoupled drafter without a model": {"placement": "decoupled", "decoupled": {"drafters": [{"name": "a"}]}},
     "a decoupled drafter with an empty model": {"placement": "decoupled", "decoupled": {"drafters": [{"model": ""}]}},
@@ -86,10 +85,7 @@ REFUSED_CONFIGS = {
     "oracle accuracy above 1 in sum": {"oracle": {"accuracy": [0.7, 0.7]}},
     "oracle accuracy empty": {"oracle": {"accuracy": []}},
     "oracle accuracy as text": {"oracle": {"accuracy": ["high"]}},
-    "no tokens to collect": {"collect": {"dir": "data", "max_tokens": 0}},
-    "more than all answers to collect": {"collect": {"dir": "data", "share": 1.5}},
-    "layers that do not ascend": {"collect": {"dir": "data", "layers": [4, 2]}},
-    "a layer below the first": {"collect": {"dir": "data", "layers": [-1]}},
+    "no tokens of a step of prefill": {"train": {"prefill_tokens": 0}},
 }
 REFUSED_TEXTS = {
     "neither JSON nor a file": "no/such/file.json",

@@ -75,8 +75,8 @@ class SpecGroup:
     Args:
         model: folder or name.
         engines: how many.
-        ladder: `off`; `move`: an idle engine takes over requests where that pays; `race`: else it runs stragglers as
-            well, with its own drafter; `attach`: else its drafter drafts for the stragglers' engines.
+        ladder: `off`; `move`: an idle engine takes over requests where that pays; `attach`: else its drafter drafts
+            for the stragglers' engines.
         drafters: models that draft, warm beside each engine; of several, the engines have one in turns. `auto` chooses
             them and the ladder by what engines like these have measured (`planner.choose_ladder`).
         engine: further arguments of vLLM's engine; `max_num_seqs` is the most requests that one runs at once.
@@ -155,15 +155,13 @@ class SpecGroup:
 
     # --- what a trainer calls -----------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Sequence[str | Sequence[int]], params: Any, *, step: int | None = None) -> list[Answer]:
+    def generate(self, prompts: Sequence[str | Sequence[int]], params: Any) -> list[Answer]:
         """Answer all prompts.
 
         Args:
             prompts: [R] token ids, or texts.
             params: `SamplingParams` or its arguments, for all prompts or [R] one for each. `n` is 1. `logprobs` is
                 unset, or 0 for those of the tokens themselves.
-            step: its number, for a trainer with two steps in flight: an engine then gets problems of like lengths,
-                short ones in odd steps where it gets long ones in even ones (RhymeRL, section 6). Unset: spread.
 
         Returns:
             [R] the answers, in the prompts' order.
@@ -172,7 +170,7 @@ class SpecGroup:
             ConfigError: prompts or parameters that cannot be used.
             GroupError: an engine refused a request, or none is left.
         """
-        found = dict(self.stream(prompts, params, step=step))
+        found = dict(self.stream(prompts, params))
         return [found[i] for i in range(len(prompts))]
 
     def stream(
@@ -186,7 +184,7 @@ class SpecGroup:
         asked = self._asking.ask([next(encoded) if isinstance(one, str) else one for one in prompts], params)
         places = {request: i for i, request in enumerate(asked)}
         with self._turnstile():
-            self._driver.add(asked, step)
+            self._driver.add(asked)
         try:
             while places:
                 ended = self._turn(places)
@@ -200,13 +198,13 @@ class SpecGroup:
         self, prompts: Sequence[str | Sequence[int]], params: Any, *, step: int | None = None
     ) -> list[Answer]:
         """As `generate`, for a driver that goes on meanwhile."""
-        return await asyncio.to_thread(self.generate, prompts, params, step=step)
+        return await asyncio.to_thread(self.generate, prompts, params)
 
     async def astream(
         self, prompts: Sequence[str | Sequence[int]], params: Any, *, step: int | None = None
     ) -> AsyncIterator[tuple[int, Answer]]:
         """As `stream`."""
-        answers = self.stream(prompts, params, step=step)
+        answers = self.stream(prompts, params)
         over = object()
         try:
             while (found := await asyncio.to_thread(next, answers, over)) is not over:
@@ -433,10 +431,10 @@ def _check(
         raise ConfigError(f"`drafters` is {drafters!r}", "give a list of models")
     if is_auto and ladder != "off":
         raise ConfigError(f"`ladder` is {ladder!r}, and `drafters` is 'auto'", "drop `ladder`: it is chosen as well")
-    if ladder in ("race", "attach") and not drafters:
+    if ladder == "attach" and not drafters:
         raise ConfigError(f"`ladder` is {ladder!r}, and `drafters` names none", "name the models that are to help")
     if ladder in ("off", "move") and drafters:
-        raise ConfigError(f"`ladder` is {ladder!r}, and `drafters` is {list(drafters)!r}", "choose 'attach' or 'race'")
+        raise ConfigError(f"`ladder` is {ladder!r}, and `drafters` is {list(drafters)!r}", "choose 'attach'")
     if not spec_rollout:
         raise ConfigError(
             "`spec_rollout` is off, and without it no request can go on elsewhere",

@@ -1,7 +1,7 @@
 """Models that draft in processes of their own, as the target's runner sees them: begun with the engine, or attached.
 
-With `placement: auto` a duel finds whether a model drafts faster in the target's steps or beside them. A drafter
-elsewhere is told how tokens of the target's requests are sampled, and their seeds.
+With `placement: auto` a plan says on V1 whether a model drafts in the target's steps, beside them, or nowhere; on V2
+it drafts in both places. A drafter elsewhere is told how tokens of the target's requests are sampled, and their seeds.
 """
 
 from __future__ import annotations
@@ -18,17 +18,13 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from vllm_specrollout.budgets.base import Backoff, Budget
-from vllm_specrollout.budgets.registry import make_budget
 from vllm_specrollout.cluster.child import Command, DrafterProcess, WarmDrafter
-from vllm_specrollout.cluster.duel import Duel
 from vllm_specrollout.cluster.line import Sampling
 from vllm_specrollout.cluster.link import SamplingOf
 from vllm_specrollout.cluster.mail import Box
-from vllm_specrollout.cluster.planner import plan_engine
+from vllm_specrollout.cluster.planner import Plan, plan_engine
 from vllm_specrollout.cluster.profiles import DrafterProfile, Learning, kept, of_engine, save
 from vllm_specrollout.cluster.rates import Mode
-from vllm_specrollout.cluster.reconfigure import Replanning
 from vllm_specrollout.config import DECOUPLED_SOURCES, SpecRolloutConfig
 from vllm_specrollout.config.devices import parse_devices
 from vllm_specrollout.config.drafters import SINGLE, StartedDrafter
@@ -36,7 +32,7 @@ from vllm_specrollout.drafters.decoupled import DecoupledDrafter, connect
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.metrics import Metrics
-from vllm_specrollout.types import DraftLimits, RequestBatch, StepPlan, StepRecord, TreeBatch
+from vllm_specrollout.types import DraftLimits, RequestBatch, StepPlan, TreeBatch
 from vllm_specrollout.worker.common import config_of, is_first_rank
 from vllm_specrollout.worker.models.drafter import ModelDrafter
 from vllm_specrollout.worker.profiling import key_of
@@ -45,6 +41,12 @@ logger = logging.getLogger("vllm.specrollout")
 
 _POLL_S = 0.02  # while the engine starts
 _WINDOW = 4  # of a drafter of which nothing is known
+_PLACES = {
+    Mode.PLAIN: "nowhere",
+    Mode.OWN: "nowhere",
+    Mode.COUPLED: "in the target's steps",
+    Mode.DECOUPLED: "beside them",
+}
 
 
 def sampling_on_v1(runner: Any) -> SamplingOf:
@@ -73,62 +75,6 @@ def sampling_on_v2(runner: Any) -> SamplingOf:
         return Sampling(temperature, top_k, float(states.top_p.np[row]), float(states.min_p.np[row]), seed)
 
     return sampling
-
-
-COUPLED, DECOUPLED = 0, 1
-
-
-class Placing(Listener):
-    """Tells the duel what steps took, and does what it says.
-
-    Args:
-        runner: ours, with a model that drafts here, and drafters elsewhere.
-    """
-
-    def __init__(self, runner: Any) -> None:
-        config = config_of(runner.vllm_config)
-        self.duel = Duel()
-        self.now, self.changes = COUPLED, 0
-        self._speculator = runner.spec_rollout
-        self._here: ModelDrafter = runner.model_drafter
-        self._elsewhere: DecoupledDrafter = runner.remote
-        # of the target: all of them, and those beside the drafters; empty: nothing moves
-        self._cores = set().union(*(os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")))
-        self._own_cores = own_cores(config, self._cores)
-        # steps take another time on fewer cores, and drafts cost something else: each arrangement learns for itself
-        self._budgets = [runner.spec_rollout.budget, make_budget(config)]
-        self._elsewhere.rest(True)
-
-    def begin_with(self, mode: Mode) -> None:
-        """What is planned is tried first."""
-        self.duel = Duel(int(mode is Mode.DECOUPLED))
-
-    def stepped(self, record: StepRecord) -> None:
-        timing = record.timing
-        is_there = any(link.is_there for link in self._elsewhere.links.values())
-        if not is_there or self._here not in self._speculator.drafters:
-            self.arrange(DECOUPLED if is_there else COUPLED)
-            return
-        if timing is not None and timing.is_decode_only:
-            self.duel.step(timing.batch, timing.tokens, timing.step_ms / 1e3)
-        self.arrange(self.duel.choice)
-
-    def renew(self, budget: Budget) -> None:
-        """A budget for the arrangement that is not used now; the speculator has the other one."""
-        self._budgets[1 - self.now] = budget
-
-    def arrange(self, arrangement: int) -> None:
-        """From the next step on, the model drafts here or elsewhere."""
-        if arrangement == self.now:
-            return
-        self._budgets[self.now] = self._speculator.budget
-        self.now, self.changes = arrangement, self.changes + 1
-        self._here.is_resting = arrangement == DECOUPLED
-        self._elsewhere.rest(arrangement == COUPLED)
-        self._speculator.budget = self._budgets[arrangement]
-        self._speculator.backoff = Backoff()
-        if self._own_cores:
-            use_cores(self._own_cores if arrangement == DECOUPLED else self._cores)
 
 
 class LinkCounter(Listener):
@@ -173,11 +119,25 @@ def begin(runner: Any, sampling: SamplingOf) -> DecoupledDrafter | None:
         fan_out=own.fan_out,
         connect=functools.partial(connect, key_file=own.key_file),
     )
-    if own.address:
+    plans = planned(vllm_config)
+    runner.placed = Mode.DECOUPLED  # where a model drafts that might in two places
+    if config.coupled_model is not None and not vllm_config.use_v2_model_runner:
+        runner.placed = _placed(plans.get(config.coupled_model["model"]))
+    is_apart = runner.placed is Mode.DECOUPLED
+    if own.address and is_apart:
         drafter.link(SINGLE, Box(own.address, key_file=own.key_file))
     for started in config.begun:
+        if started.name == SINGLE and not is_apart:
+            continue
+        ahead, _ = plans.get(started.model, (None, None))
         process = DrafterProcess(_command(started, vllm_config))
-        drafter.link(started.name, Box(process.command.address), process)
+        window = own.window or (_WINDOW if ahead is None else ahead.window)
+        drafter.link(started.name, Box(process.command.address), process, window=window)
+        if ahead is not None:
+            logger.info(
+                "Spec rollout: drafter `%s` is planned with a window of %d: %.2f tokens a step, %.2f times without",
+                *(started.name, window, ahead.tokens_per_step, ahead.gain),
+            )  # fmt: skip
     return drafter
 
 
@@ -246,17 +206,12 @@ def join(runner: Any) -> None:
     runner.spec_rollout.replace_drafters([*runner.spec_rollout.drafters, drafter])
     runner.spec_rollout.listeners.append(LinkCounter(drafter, runner.metrics))
     config, keep = config_of(runner.vllm_config), _keeper(runner.vllm_config)
-    learning = Learning(drafter, keep)
-    runner.spec_rollout.listeners.append(learning)
-    if (kind := config.decoupled.reconfigure) != "off":
-        runner.replanning = Replanning(drafter, learning, printed=kind == "paper")
-        runner.spec_rollout.listeners.append(runner.replanning)
-    # on the device both draft at once, and each request gets the better draft
-    placing = Placing(runner) if isinstance(runner.model_drafter, ModelDrafter) else None
-    if placing is not None:
-        runner.spec_rollout.listeners.append(placing)
-    if config.profile != "off":
-        _plan(runner, drafter, placing)
+    runner.spec_rollout.listeners.append(Learning(drafter, keep))
+    if isinstance(runner.model_drafter, ModelDrafter) and runner.placed is not Mode.COUPLED:
+        runner.model_drafter.is_resting = True
+        cores = set().union(*(os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")))
+        if runner.placed is Mode.DECOUPLED and (free := own_cores(config, cores)):
+            use_cores(free)
     most_s, begin_s = config.decoupled.start_s, time.monotonic()
     while missing := [link for link in drafter.links.values() if not link.is_there]:
         drafter.receive()
@@ -284,24 +239,19 @@ def _keeper(vllm_config: Any) -> Callable[[DrafterProfile], None]:
     return keep
 
 
-def _plan(runner: Any, drafter: DecoupledDrafter, placing: Placing | None) -> None:
-    """Begin as is planned with what is known of the drafters: with which window, and in which of two places."""
-    config, batch = config_of(runner.vllm_config), runner.vllm_config.scheduler_config.max_num_seqs
-    if config.decoupled.window and placing is None:
-        return
-    known = {one.drafter: one for one in of_engine(kept(), key_of(runner.vllm_config))}
-    for link in drafter.links.values():
-        profile = None if link.process is None else known.get(link.process.command.model)
-        if profile is None:
-            continue
-        ahead, best = plan_engine(profile, batch)
-        link.window = config.decoupled.window or ahead.window
-        if placing is not None and link.name == SINGLE:
-            placing.begin_with(best.mode)
-        logger.info(
-            "Spec rollout: drafter `%s` is planned with a window of %d: %.2f tokens a step, %.2f times plain decoding",
-            *(link.name, link.window, ahead.tokens_per_step, ahead.gain),
-        )  # fmt: skip
+def planned(vllm_config: Any) -> dict[str, tuple[Plan, Plan]]:
+    """Model -> (the best plan with it on a device of its own, the best of all), of those that are known beside this."""
+    if config_of(vllm_config).profile == "off":
+        return {}
+    known, batch = of_engine(kept(), key_of(vllm_config)), vllm_config.scheduler_config.max_num_seqs
+    return {one.drafter: plan_engine(one, batch) for one in known}
+
+
+def _placed(plans: tuple[Plan, Plan] | None) -> Mode:
+    """Where the model of `placement: auto` drafts; in the target's steps where nothing is known of it."""
+    mode = Mode.COUPLED if plans is None else plans[1].mode
+    logger.info("Spec rollout: by what is known of it, the model drafts %s", _PLACES[mode])
+    return mode
 
 
 def _command(started: StartedDrafter, vllm_config: Any) -> Command:

@@ -10,14 +10,13 @@ import pytest
 from rich.console import Console
 from vllm_specrollout.bench.runner.report import Found
 from vllm_specrollout.bench.runner.scenario import run
-from vllm_specrollout.bench.scenarios.decoupled import COUPLED, DECOUPLED, RECONFIGURED, Decoupled, Row, Way
+from vllm_specrollout.bench.scenarios.decoupled import COUPLED, DECOUPLED, Decoupled, Row, Way
 
 
 def row(is_told: bool) -> Row:
     """A setting; without figures where an output was not stock's."""
     speedup, quartiles = (1.25, (1.0, 1.5)) if is_told else (None, None)
     way = Way(speedup=speedup, quartiles=quartiles, estimated=1.0, tokens_per_step=2.0)
-    own = Way(speedup=speedup, quartiles=quartiles, estimated=None, tokens_per_step=2.0)
     return Row(
         drafter="small",
         batch=2,
@@ -26,12 +25,10 @@ def row(is_told: bool) -> Row:
         difference=None if is_told else "request 0 differs at token 7",
         stock_tokens_per_s=20.0 if is_told else None,
         stock_quartiles=(0.875, 1.125) if is_told else None,
-        ways={COUPLED: way, DECOUPLED: way, RECONFIGURED: own},
+        ways={COUPLED: way, DECOUPLED: way},
         planned=COUPLED,
         fastest=COUPLED if is_told else None,
         lost=0.0 if is_told else None,
-        chosen=None,
-        chosen_lost=None,
     )
 
 
@@ -40,12 +37,12 @@ FOUND = Found(model="a model", rows=[row(True), row(False)])
 
 def test_every_setting_is_a_line_and_no_speed_is_shown_where_an_output_differs() -> None:
     out = Console(file=io.StringIO(), width=200)
-    Decoupled(reconfigure=True).show(FOUND, out)
+    Decoupled().show(FOUND, out)
     text = out.file.getvalue()  # type: ignore[attr-defined]
     told, untold = (line for line in text.splitlines() if line.lstrip(" │").startswith("small "))
-    assert told.count("1.25x (1.00 to 1.50); 1.00x, -20%") == 2 and told.count("1.25x") == 3
+    assert told.count("1.25x (1.00 to 1.50); 1.00x, -20%") == 2
     assert "0.88 to 1.12" in told
-    assert "x" not in untold and " to " not in untold and untold.count("outputs differ") == 3
+    assert "x" not in untold and " to " not in untold and untold.count("outputs differ") == 2
     assert "small, batch 2, window 4: request 0 differs at token 7" in text
 
 

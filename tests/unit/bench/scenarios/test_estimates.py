@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from bench.runner.rows import Pair
 from bench.scenarios.decoupled import COUPLED, DECOUPLED, PLAIN, Learned, estimated, line_through, slowed
-from vllm_specrollout.cluster.rehearsal import Match
 from vllm_specrollout.errors import ConfigError
 
-ALWAYS = Match(np.zeros(64, np.int32))
+ALWAYS = 1.0
 
 
 def steps(ms: float) -> list[float]:
@@ -34,16 +32,16 @@ def test_times_are_told_in_plain_steps(learned: Learned) -> None:
     assert facts.verify == pytest.approx((1.0, 0.05)) and facts.draft == pytest.approx(0.2)
     # one run alone tells no slope of the drafter's; the target's is known, and 2.0 is so many times 1 + 2 * 0.05
     assert facts.verify_beside == pytest.approx((2.0 / 1.1, 0.1 / 1.1))
-    assert facts.draft_beside == pytest.approx((0.2, 0.0))
+    assert facts.draft_beside == pytest.approx(0.2)
 
 
 def test_what_is_expected_follows_from_times_and_match_rates(learned: Learned) -> None:
-    expected = estimated(learned.facts(4), batch=1, window=4, fan_out=2, seed=0)
+    expected = estimated(learned.facts(4), window=4)
     assert expected[PLAIN] == 1.0
     # five tokens for 4 levels of 0.2 and a step of 1.4
     assert expected[COUPLED] == pytest.approx(5 / 2.2, rel=0.1)
-    # at most a window and the target's own token, in two plain steps
-    assert 1.0 < expected[DECOUPLED] <= 2.5
+    # at most a token for each pass of the drafter, and the rows cost something
+    assert 1.0 < expected[DECOUPLED] <= 5.0
 
 
 def test_a_drafter_that_did_nothing_teaches_nothing() -> None:

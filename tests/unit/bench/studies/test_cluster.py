@@ -1,5 +1,7 @@
 """A batch on many engines under the product's own ladder, with engines that fail."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from vllm_specrollout.bench.studies import cluster
 from vllm_specrollout.bench.studies.cluster import Site, simulate
 from vllm_specrollout.bench.studies.formulas import StepLine
+from vllm_specrollout.bench.studies.h200 import RealSteps
 
 from tests.unit.bench.studies.builders import mixed
 from vllm_specrollout.cluster import ladder
@@ -41,31 +44,49 @@ def test_drafts_have_the_speed_of_their_formula():
     assert 9000 / done.makespan_ms == pytest.approx(best, rel=1e-6)
 
 
+def test_nobody_drafts_where_plain_steps_yield_more():
+    # any draft makes a step three times as long
+    steps = RealSteps(plain=((1, 5.0),), drafted=((1, 15.0),), rows=((1, 0.0),), prompt_ms=0.0)
+    work, (plain, drafted) = mixed([300, 300], [0.2, 0.2], 0.0), (site(1), site(1, drafts=True))
+    times = [simulate(work, replace(one, verifier=steps), on(2)).makespan_ms for one in (plain, drafted)]
+    assert times == [pytest.approx(1500.0), pytest.approx(1500.0)]
+
+
+def test_a_lent_drafter_is_not_used_where_it_makes_the_batch_slower():
+    steps = RealSteps(plain=((1, 5.0),), drafted=((1, 20.0),), rows=((1, 0.0),), prompt_ms=0.0)
+    work = mixed([4000] * 8 + [10], 0.1, [0.3] * 9)
+    off, attach = (simulate(work, replace(site(mode=mode), verifier=steps), on(8, 1)) for mode in ("off", "attach"))
+    assert attach.counts["attach"] >= 1 and attach.makespan_ms == pytest.approx(off.makespan_ms)
+
+
+def test_a_step_that_holds_prompts_costs_more_once_for_all_of_them():
+    plain, held = (simulate(mixed([10, 10], 0.0, 0.0), site(1, prompt_ms=ms), on(2)) for ms in (0.0, 12.5))
+    assert held.makespan_ms == pytest.approx(plain.makespan_ms + 12.5)
+
+
+def test_steps_and_those_of_each_request_are_counted():
+    done = simulate(mixed([10, 30], 0.0, 0.0), site(1), on(2))
+    assert (done.steps, done.request_steps) == (pytest.approx(30), pytest.approx(40))
+
+
 def test_contexts_are_computed_before_the_first_step():
     plain, filled = (simulate(mixed([10], 0.0, 0.0), site(1, prompt=100, prefill_ms=ms), on(1)) for ms in (0.0, 0.5))
     assert filled.makespan_ms == pytest.approx(plain.makespan_ms + 50.0)
 
 
-def test_a_straggler_is_raced_by_or_drafted_for_from_an_engine_that_is_idle():
+def test_a_straggler_is_drafted_for_from_an_engine_that_is_idle():
     work = mixed([4000, 10], [0.1, 0.9], 0.9)
-    alone, race, attach = (simulate(work, site(mode=mode, drafts=True), on(1, 1)) for mode in ("off", "race", "attach"))
-    assert race.counts["races won"] == 1 and race.counts["run"] >= 1
+    alone, attach = (simulate(work, site(mode=mode, drafts=True), on(1, 1)) for mode in ("off", "attach"))
     assert attach.counts["attach"] >= 1 and attach.tokens == pytest.approx(4010)
-    assert max(race.makespan_ms, attach.makespan_ms) < 0.7 * alone.makespan_ms
+    assert attach.makespan_ms < 0.7 * alone.makespan_ms
 
 
 def test_half_of_a_batch_moves_where_smaller_batches_repay_the_prefill():
     # a request costs as much as the whole rest of a step
     dear = StepLine(base=5.0, request=5.0)
     works = mixed([4000] * 4 + [10], 0.0, 0.0)
-    off, race = (
-        simulate(works, Site(**{**_fields(site(mode=mode)), "verifier": dear}), on(4, 1)) for mode in ("off", "race")
-    )
-    assert race.counts["move"] >= 2 and race.makespan_ms < 0.8 * off.makespan_ms
-
-
-def _fields(one):
-    return {name: getattr(one, name) for name in Site.__dataclass_fields__}
+    off, move = (simulate(works, replace(site(mode=mode), verifier=dear), on(4, 1)) for mode in ("off", "move"))
+    assert move.counts["move"] >= 2 and move.makespan_ms < 0.8 * off.makespan_ms
 
 
 def test_the_products_own_ladder_decides(monkeypatch):
@@ -94,7 +115,7 @@ def test_answers_of_a_failed_engine_go_on_elsewhere_from_where_they_were():
 @given(
     lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=20),
     engines=st.integers(1, 5),
-    mode=st.sampled_from(ladder.LADDERS),
+    mode=st.sampled_from(("off", "move", "attach")),
     drafts=st.booleans(),
     failures=st.lists(st.tuples(st.floats(0.0, 9000.0), st.integers(0, 5), st.integers(1, 5)), max_size=4),
     seed=st.integers(0, 9),
@@ -107,6 +128,4 @@ def test_a_failure_of_any_engines_at_any_time_loses_no_request(lengths, engines,
     setting = site(engines, mode, drafts=drafts, failures=failed, restart_ms=500.0, prefill_ms=0.02, prompt=50)
     done = simulate(work, setting, first)
     assert np.isfinite(done.finish_ms).all() and (done.finish_ms > 0.0).all()
-    assert done.tokens >= sum(lengths) * (1 - 1e-6) - 1e-3
-    if mode != "race":
-        assert done.tokens == pytest.approx(sum(lengths), abs=1e-3), "nothing is generated twice"
+    assert done.tokens == pytest.approx(sum(lengths), abs=1e-3), "nothing is generated twice"

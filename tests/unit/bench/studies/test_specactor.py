@@ -108,13 +108,13 @@ def test_windows_are_planned_for_the_batch_at_the_beginning():
 def test_the_products_planner_finds_the_windows_of_the_arms_and_that_coupled_groups_yield_most_at_first():
     inputs = SpecActorInputs()
     work = draw_workload(inputs, 0)
-    found, arms = plans(inputs, work, 0), setups(inputs, work)
+    found, arms = plans(inputs, work), setups(inputs, work)
     windows = {(one.mode, one.draft_gpus): one.window for one in found}
     assert found[0].mode is Mode.COUPLED and windows[Mode.COUPLED, 0] == arms["vanilla"].window
     assert windows[Mode.DECOUPLED, 1] == arms["decoupled"].window
     assert found[0].total_tokens_per_s > found[1].total_tokens_per_s
     dear = msgspec.structs.replace(inputs, row_ms=0.08)
-    assert plans(dear, work, 0)[0].mode is Mode.PLAIN, "rows may cost more beyond the knee than the weights below it"
+    assert plans(dear, work)[0].mode is Mode.PLAIN, "rows may cost more beyond the knee than the weights below it"
 
 
 def test_a_batch_of_256_wins_1_3_times_only_by_the_printed_tau_or_nearly_free_rows():

@@ -18,16 +18,16 @@ import pytest
 
 pytest.importorskip("zmq")
 
-from vllm_specrollout.cluster import courier as module
-from vllm_specrollout.cluster.archive import Archive, Bring, Has, Page, Refused, Want, portion, read
-from vllm_specrollout.cluster.courier import Courier
 from vllm_specrollout.cluster.messages import MessageError, encode
-from vllm_specrollout.cluster.mirrors import Mirrors, kind_of
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.history import courier as module
 from vllm_specrollout.history.answers import Answer
+from vllm_specrollout.history.archive import Archive, Bring, Has, Page, Refused, Want, portion, read
+from vllm_specrollout.history.courier import Courier
 from vllm_specrollout.history.database import Database, HistoryError, Reward, row_of
+from vllm_specrollout.history.mirrors import Mirrors, kind_of
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
 from vllm_specrollout.types import FinishReason
@@ -322,7 +322,7 @@ def test_a_thousand_names_take_no_more_descriptors_than_there_are(tmp_path: Path
 import os, resource, sys, tempfile
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 from pathlib import Path
-from tests.unit.cluster.test_courier import KIND, ROOM, Archive, Bring, Has, Want, answer, row_of
+from tests.unit.history.test_courier import KIND, ROOM, Archive, Bring, Has, Want, answer, row_of
 row = row_of(answer("x"))
 with tempfile.TemporaryDirectory(dir=sys.argv[1]) as folder:
     for life, count in enumerate((1000, 50)):

@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm_specrollout.bench.studies.rehearsal import Match, Rehearsal, Setting, coupled_tokens, rehearse
 
-from vllm_specrollout.cluster.link import MatchCounts, OwnPlan
-from vllm_specrollout.cluster.rates import AffineTime, Mode
-from vllm_specrollout.cluster.reconfigure import Group, reconfigure
-from vllm_specrollout.cluster.rehearsal import Match, Rehearsal, Setting, Yield, coupled_tokens, rehearse
 from vllm_specrollout.errors import ConfigError
 
 ALWAYS = Match(np.zeros(64, np.int32))
@@ -121,53 +118,3 @@ def test_waste_is_bounded_in_every_rehearsed_line() -> None:
     for request in rehearsal._requests:
         line = request.line
         assert line.misses and line.wasted <= (2 * line.window - 1) * line.misses
-
-
-def mixed(draft: AffineTime, verify: AffineTime, rates: list[float], kind: str) -> Yield:
-    """Requests of these match rates, the worst of them with own plans."""
-    among = [Match.of_shares((rate, min(rate + 0.12, 0.99)), np.random.default_rng(i)) for i, rate in enumerate(rates)]
-    tried = np.full(len(rates), 500, np.int32)
-    matched = np.array([round(500 * match.among(1)) for match in among], np.int32)
-    counts = MatchCounts(tuple(map(str, range(len(rates)))), tried, matched)
-    group = Group(draft, verify, 8)
-    plans = {} if kind == "off" else reconfigure(group, counts, printed=kind == "paper")
-    assert kind == "off" or len(plans) == rates.count(min(rates))
-    times = Setting(
-        verify_ms=lambda requests, rows: verify.ms(requests, rows / requests),
-        draft_ms=lambda lines, more: draft.ms(lines),
-        match=among[0],
-        matches=among,
-        batch=len(rates),
-        window=8,
-        fan_out=1,
-        plans={int(name): own for name, own in plans.items()},
-    )
-    return rehearse(times, rng(), 300)
-
-
-@pytest.mark.parametrize(
-    ("draft", "verify", "gain"),
-    [
-        # a drafter that is fast, and rows that cost something: whoever matches little drafts less
-        (AffineTime(0.05, 1.0), AffineTime(0.3, 20.0, 0.3), 1.03),
-        # a drafter so slow that there is little to give up
-        (AffineTime(0.5, 20.0), AffineTime(1.0, 60.0, 1.0), 0.99),
-    ],
-)
-def test_own_plans_are_worth_something_where_drafts_are_many_and_cost_nothing_elsewhere(
-    draft: AffineTime, verify: AffineTime, gain: float
-) -> None:
-    rates = [0.85] * 9 + [0.4] * 3
-    without, own = (mixed(draft, verify, rates, kind) for kind in ("off", "goodput"))
-    assert own.rate > gain * without.rate
-    assert own.drafts_per_step <= without.drafts_per_step + 0.02
-
-
-def test_a_coupled_request_drafts_less_and_yields_less() -> None:
-    match = Match.of_shares((0.9, 0.95), rng())
-    ahead, coupled = (
-        rehearse(setting(match, draft_ms=2.0, window=4, plans={0: OwnPlan(4, mode)}), rng(), 600)
-        for mode in (Mode.DECOUPLED, Mode.COUPLED)
-    )
-    assert coupled.passes_per_step < 0.8 * ahead.passes_per_step
-    assert coupled.tokens_per_step < 0.9 * ahead.tokens_per_step

@@ -29,13 +29,13 @@ from msgspec import Meta, Struct
 
 from vllm_specrollout.cluster.mail import Office
 from vllm_specrollout.cluster.messages import MOST_BYTES, MessageError
-from vllm_specrollout.cluster.mirrors import MIRROR, MOST_EPOCHS, Kind, Mirrors
 from vllm_specrollout.config import envs
 from vllm_specrollout.config.places import make_folder
 from vllm_specrollout.errors import SpecRolloutError
 from vllm_specrollout.history.database import ERRORS, Database, Reward, Row
 from vllm_specrollout.history.epochs import oldest_of
 from vllm_specrollout.history.folder import Lock
+from vllm_specrollout.history.mirrors import MIRROR, MOST_EPOCHS, Kind, Mirrors
 
 logger = logging.getLogger("vllm.specrollout")
 

@@ -10,15 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from vllm_specrollout._core import Received
 from vllm_specrollout.cluster.line import Line, Node, NoiseTrial, Sampling, Survival, branches
-from vllm_specrollout.cluster.link import OwnPlan
-from vllm_specrollout.cluster.rates import Mode
 from vllm_specrollout.config.checks import check_range
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.types import MOST_NODES, IntArray
@@ -87,10 +85,6 @@ class Setting:
     # requests of the drafter for one of the target; None: by the batch, as a drafter has it
     branches: int | None = None
     anew: float = ANEW
-    # [batch] of each request, where they are not alike; empty: `match` is that of all
-    matches: Sequence[Match] = ()
-    # place of a request -> its own window and mode
-    plans: Mapping[int, OwnPlan] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +106,8 @@ class Yield:
 @dataclass(slots=True)
 class _Request:
     line: Line
-    match: Match
     # [fan_out] what the drafter thinks of its choices: how often they hold
     log_q: Sequence[float]
-    window: int
-    is_coupled: bool
     # where among the known ranks its own begin
     first_rank: int
     num_tokens: int = 1
@@ -198,7 +189,7 @@ class Rehearsal:
             request, num_tokens = self._told.popleft()
             line, new = request.line, num_tokens - len(request.line.tokens)
             if new > 0:
-                for name in line.take([_TARGETS] * new, request.window, request.is_coupled):
+                for name in line.take([_TARGETS] * new, self._setting.window):
                     line.end(name)
 
     def _begin(self, now: float) -> None:
@@ -232,16 +223,13 @@ class Rehearsal:
 
     def _choices(self, request: _Request, tip: Node) -> list[int]:
         """What the drafter has behind a node: the target's token has the rank drawn for its place, if any."""
-        ranks, width = request.match.ranks, self._setting.fan_out
+        ranks, width = self._setting.match.ranks, self._setting.fan_out
         rank = int(ranks[(request.first_rank + tip.place) % len(ranks)]) if _is_on_path(tip) else width
         return [_TARGETS if i == rank else _TARGETS + 1 + i for i in range(width)]
 
     def _begun(self, place: int) -> _Request:
         setting = self._setting
-        own = setting.plans.get(place, OwnPlan(setting.window, Mode.DECOUPLED))
-        is_coupled = own.mode is Mode.COUPLED
-        match = setting.matches[place] if setting.matches else setting.match
-        among = [match.among(count) for count in range(setting.fan_out + 1)]
+        among = [setting.match.among(count) for count in range(setting.fan_out + 1)]
         log_q = [math.log(max(after - before, 1e-3)) for before, after in itertools.pairwise(among)]
         line = Line(
             str(place),
@@ -250,12 +238,11 @@ class Rehearsal:
             prompt_tokens=1,
             max_tokens=_LONG,
             most_tokens=_LONG,
-            window=own.window,
-            is_coupled=is_coupled,
+            window=setting.window,
             survival=self._survival,
             noise=self._noise,
         )
-        return _Request(line, match, log_q, own.window, is_coupled, int(self._rng.integers(len(match.ranks))))
+        return _Request(line, log_q, int(self._rng.integers(len(setting.match.ranks))))
 
 
 def _is_on_path(node: Node | None) -> bool:

@@ -22,7 +22,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vllm_specrollout.cluster.archive import (
+from vllm_specrollout.cluster.mail import Box
+from vllm_specrollout.cluster.messages import MOST_BYTES, encode
+from vllm_specrollout.config.drafters import HistoryConfig
+from vllm_specrollout.history.archive import (
     MOST_FILES,
     MOST_REWARDS,
     SILENCE_S,
@@ -35,10 +38,6 @@ from vllm_specrollout.cluster.archive import (
     portion,
     read,
 )
-from vllm_specrollout.cluster.mail import Box
-from vllm_specrollout.cluster.messages import MOST_BYTES, encode
-from vllm_specrollout.cluster.mirrors import kind_of
-from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history.database import (
     ERRORS,
     SUFFIX,
@@ -52,6 +51,7 @@ from vllm_specrollout.history.database import (
 )
 from vllm_specrollout.history.epochs import MAX_EPOCH
 from vllm_specrollout.history.folder import OWN, Lock, names_of
+from vllm_specrollout.history.mirrors import kind_of
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
 
 logger = logging.getLogger("vllm.specrollout")

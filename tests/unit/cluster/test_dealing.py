@@ -1,0 +1,78 @@
+"""Which engine gets which problem, by the lengths of earlier answers."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_specrollout.cluster.dealing import Room, deal
+
+TWO = {"a": Room(4), "b": Room(4)}
+
+
+def siblings(**counts: int) -> list[tuple[str, str]]:
+    return [(f"{problem}{i}", problem) for problem, count in counts.items() for i in range(count)]
+
+
+def test_the_longest_problem_goes_first_and_the_next_ones_to_who_has_least() -> None:
+    found = deal(siblings(short=1, long=1, middle=1), TWO, {"short": 10, "middle": 100, "long": 150})
+    assert found == {"long0": "a", "middle0": "b", "short0": "b"}
+
+
+def test_siblings_stay_together_where_an_engine_has_places_for_all() -> None:
+    rooms = {"small": Room(1), "large": Room(3, tokens=50.0)}
+    assert set(deal(siblings(x=3), rooms, {}).values()) == {"large"}
+
+
+def test_siblings_of_a_full_home_wait_unless_an_engine_has_nothing_to_do() -> None:
+    rooms = {"home": Room(0, 90.0), "busy": Room(4, 1.0)}
+    assert deal(siblings(x=2), rooms, {}, {"x": "home"}) == {}
+    assert deal(siblings(x=2), rooms | {"idle": Room(4)}, {}, {"x": "home"}) == {"x0": "idle", "x1": "idle"}
+    assert deal(siblings(x=2), rooms, {}, {"x": "one that is gone"}) == {"x0": "busy", "x1": "busy"}
+
+
+def test_a_problem_without_a_past_counts_as_the_median_one() -> None:
+    found = deal(siblings(new=1, x=1, y=1, z=1), {"a": Room(9), "b": Room(9)}, {"x": 90, "y": 50, "z": 40})
+    assert found == {"x0": "a", "new0": "b", "y0": "b", "z0": "a"}
+
+
+def naive_deal(waiting, rooms, forecasts, homes):
+    """One look at all engines for each part of a problem."""
+    known = sorted(forecasts.values())
+    usual = (known[(len(known) - 1) // 2] + known[len(known) // 2]) / 2 if known else 1.0
+    places, tokens = {n: r.places for n, r in rooms.items()}, {n: r.tokens for n, r in rooms.items()}
+    out = {}
+    for problem in sorted(dict.fromkeys(p for _, p in waiting), key=lambda p: -forecasts.get(p, usual)):
+        home = homes.get(problem)
+        left = [request for request, own in waiting if own == problem]
+        while left:
+            free = [name for name in rooms if places[name]]
+            if home in rooms and not places[home]:
+                free = [name for name in free if not tokens[name]]
+            elif home in rooms:
+                free = [home]
+            free = [name for name in free if places[name] >= len(left)] if home not in rooms else free
+            if not free and home not in rooms:
+                free = [name for name in rooms if places[name]]
+            if not free:
+                break
+            home = min(free, key=lambda name: tokens[name])
+            request = left.pop(0)
+            out[request] = home
+            places[home] -= 1
+            tokens[home] += forecasts.get(problem, usual)
+    return out
+
+
+names = st.sampled_from("vwxyz")
+
+
+@given(
+    counts=st.dictionaries(names, st.integers(1, 5)),
+    rooms=st.lists(st.tuples(st.integers(0, 6), st.sampled_from([0.0, 3.0, 40.0])), max_size=5),
+    forecasts=st.dictionaries(names, st.integers(1, 60).map(float)),
+    homes=st.dictionaries(names, st.sampled_from(["e0", "e1", "gone"])),
+)
+def test_it_deals_as_a_look_at_all_engines_would(counts, rooms, forecasts, homes) -> None:
+    waiting, given_rooms = siblings(**counts), {f"e{i}": Room(*room) for i, room in enumerate(rooms)}
+    assert deal(waiting, given_rooms, forecasts, homes) == naive_deal(waiting, given_rooms, forecasts, homes)
