@@ -50,6 +50,8 @@ class TrainConfig:
     """Rows between two judgements. Each saves the run's state, and the head if it is the best so far."""
     memory_gib: Annotated[float, Range(0.001, 4096.0)] = 4.0
     """Hidden states in memory at a time; with more answers, they are computed in turns."""
+    threads: Annotated[int, Range(0, 4096)] = 0
+    """Of torch; 0: as many as it takes by itself."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -107,8 +109,11 @@ class HeadRun:
         rate = config.rate or (NEW_RATE if start is None else TRAINED_RATE)
         own = LearnerConfig(**learner, rate=rate)
         self._about = {**asdict(config), **asdict(own), "start": str(start or ""), "format": _FORMAT}
+        del self._about["threads"]  # a run may go on with others
         state = self._state()
         torch.manual_seed(own.seed)
+        if config.threads:
+            torch.set_num_threads(config.threads)
         self._waiting = answers.unread()
         if not self._waiting:
             raise UnsupportedError("the file holds no answer", "write a line for each answer first")
