@@ -56,7 +56,7 @@ def config_page() -> str:
         (config.HistoryConfig, "history."),
         (config.NgramConfig, "ngram."),
         (config.OracleConfig, "oracle."),
-        (config.CollectConfig, "collect."),
+        (config.LearnConfig, "train."),
         (config.DecoupledConfig, "decoupled."),
         (config.StartedDrafter, "decoupled.drafters[]."),
     ):

@@ -23,6 +23,8 @@ from vllm_specrollout.budgets.goodput import GoodputBudget
 from vllm_specrollout.budgets.step_cost import Asking
 from vllm_specrollout.budgets.worth import Worth
 from vllm_specrollout.config import SpecRolloutConfig
+from vllm_specrollout.server.prefill import prefill
+from vllm_specrollout.training.rows import RowSource
 from vllm_specrollout.worker.models.drafter import ModelDrafter
 
 ROOT = Path(__file__).parents[2]
@@ -64,8 +66,8 @@ def with_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine
         yield one, one.runner.model_drafter
 
 
-def usual_files(ours: Engine, head: ModelDrafter | None) -> set[str]:
-    """Of steps in which nothing comes or goes, all drafters are asked, and a tree is verified, the usual one.
+def steady_files(ours: Engine, head: ModelDrafter | None) -> list[set[str]]:
+    """Of steps in which nothing comes or goes, all drafters are asked, and a tree is verified: by their number.
 
     Now and then a step passes files more: the history's index cache looks at how its indices have grown, and a branch
     that was accepted has its keys and values moved.
@@ -93,7 +95,7 @@ def usual_files(ours: Engine, head: ModelDrafter | None) -> set[str]:
         is_steady = before == ours.runner.input_batch.req_ids and len(before) == 4
         if is_steady and asked <= hops.files and ours.runner.step.sampled is not None:
             passed.append(hops.files)
-    return sorted(passed, key=len)[len(passed) // 2]
+    return sorted(passed, key=len)
 
 
 @pytest.mark.parametrize(("has_head", "most"), [(False, 18), (True, 21)])
@@ -101,6 +103,26 @@ def test_a_decode_step_passes_few_of_our_files(
     with_head: tuple[Engine, ModelDrafter], has_head: bool, most: int
 ) -> None:
     ours, head = with_head
-    usual = usual_files(ours, head if has_head else None)
+    passed = steady_files(ours, head if has_head else None)
+    usual = passed[len(passed) // 2]
     assert usual >= BINDINGS
     assert len(usual - BINDINGS) <= most, "\n".join(sorted(usual))
+
+
+def test_a_decode_step_passes_no_file_of_training_though_a_trainer_listens(
+    with_head: tuple[Engine, ModelDrafter], tmp_path: Path
+) -> None:
+    ours, head = with_head
+    address = f"ipc://{tmp_path}/rows"
+    source = RowSource(address)
+    prefill(ours.llm, address, 1)
+    passed = set[str]().union(*steady_files(ours, head))
+    ours.llm.llm_engine.step()
+    assert len(ours.runner.tap.ring) == 4
+    theirs = {name for name in passed if ".training" in name or name.endswith("worker.hidden")}
+    assert passed >= BINDINGS and not theirs
+    # and is there something to be found by that?
+    with Hops() as hops:
+        assert prefill(ours.llm, address, 1)["computed"] > 0
+    assert hops.files >= {"vllm_specrollout.worker.hidden", "vllm_specrollout.training.rows"}
+    source.close()

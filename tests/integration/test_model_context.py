@@ -18,7 +18,7 @@ from vllm_specrollout.drafters.base import UNBOUNDED
 from vllm_specrollout.trees.batch import chains
 from vllm_specrollout.types import DraftLimits, DraftMode, RequestBatch, RequestView, TreeBatch, VerifyResult
 from vllm_specrollout.worker.models.drafter import MOST_UNMET, MOST_UNSOUND, ModelDrafter
-from vllm_specrollout.worker.models.proposing import Proposer, Rows, Seat, most_tokens, without_adapters
+from vllm_specrollout.worker.models.proposing import HeldRows, Proposer, Seat, most_tokens, without_adapters
 
 LEVELS, TARGET, VOCAB = 3, 512, 8
 
@@ -62,7 +62,7 @@ class Notes(Proposer):
         self.logits = torch.zeros(VOCAB)
         self.error: Exception | None = None
 
-    def _pass(self, seats: Any, rows: Rows, index: Any, next_tokens: np.ndarray, depth: int) -> None:
+    def _pass(self, seats: Any, rows: HeldRows, index: Any, next_tokens: np.ndarray, depth: int) -> None:
         if self.error is not None:
             raise self.error
         for seat, own, after in zip(seats, index, next_tokens.tolist(), strict=True):

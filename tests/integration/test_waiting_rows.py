@@ -15,14 +15,14 @@ from tests.strategies import tree_parents
 from vllm_specrollout.trees.batch import chains
 from vllm_specrollout.types import TreeBatch, VerifyResult
 from vllm_specrollout.worker.models import proposing
-from vllm_specrollout.worker.models.proposing import Rows, WaitingRows, first_rows, have_prompts, rows_that_hold
+from vllm_specrollout.worker.models.proposing import HeldRows, WaitingRows, first_rows, have_prompts, rows_that_hold
 
 
-def rows(*requests: tuple[str, list[int]]) -> Rows:
+def rows(*requests: tuple[str, list[int]]) -> HeldRows:
     """Each token is its own position, and its hidden state ten times that."""
     tokens = torch.tensor([token for _, own in requests for token in own], dtype=torch.int32)
     counts = np.asarray([len(own) for _, own in requests], dtype=np.int64)
-    return Rows([name for name, _ in requests], counts, tokens, tokens.long(), tokens[:, None] * 10.0)
+    return HeldRows([name for name, _ in requests], counts, tokens, tokens.long(), tokens[:, None] * 10.0)
 
 
 def taken(waiting: WaitingRows, *names: str) -> dict[str, list[int]]:
@@ -121,11 +121,11 @@ def test_steps_that_nobody_asks_about_do_not_pile_up() -> None:
     """A draft model has no hidden states whose bytes would have it fed."""
     waiting = WaitingRows()
     for step in range(5 * proposing.MOST_PARTS):
-        waiting.add(Rows([f"r{step}"], np.ones(1, np.int64), torch.ones(1), torch.ones(1), torch.empty(1, 0)))
+        waiting.add(HeldRows([f"r{step}"], np.ones(1, np.int64), torch.ones(1), torch.ones(1), torch.empty(1, 0)))
         waiting.forget(f"r{step}")
     assert len(waiting) <= proposing.MOST_PARTS + 1
     for _ in range(5 * proposing.MOST_PARTS):
-        waiting.add(Rows(["a"], np.ones(1, np.int64), torch.ones(1), torch.ones(1), torch.empty(1, 0)))
+        waiting.add(HeldRows(["a"], np.ones(1, np.int64), torch.ones(1), torch.ones(1), torch.empty(1, 0)))
     # one entry for each part, not for each step
     assert sum(len(part.request_ids) for part in waiting._parts) <= proposing.MOST_PARTS + 1
 

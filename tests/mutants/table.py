@@ -54,7 +54,6 @@ MUTANTS = (
             f"{MIXES}::test_beams_are_stocks": "nothing is drafted for requests of one token",
             f"{MIXES}::test_those_that_wait_begin_in_the_order_of_their_priorities": "is about who waits",
             f"{IDENTITY}/test_decoupled.py::test_bad_calls_are_answered_with_their_cause_and_change_nothing": REFUSAL,
-            f"{IDENTITY}/test_collected_heads.py::test_layers_that_the_head_in_use_does_not_take_are_refused": REFUSAL,
             f"{SWAPPED}::test_a_head_with_an_output_head_of_its_own_may_not_leave_it_out": REFUSAL,
             f"{SWAPPED}::test_an_engine_without_a_model_that_drafts_refuses": REFUSAL,
             f"{SWAPPED}::test_weights_that_fail_half_way_switch_the_drafter_off": NO_DRAFTS,

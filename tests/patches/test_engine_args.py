@@ -9,7 +9,7 @@ import cloudpickle
 import pytest
 
 from vllm_specrollout import patches
-from vllm_specrollout.config import CollectConfig, SpecRolloutConfig
+from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 from vllm_specrollout.server import engine_args
 from vllm_specrollout.server.engines import CPU_V1
@@ -158,9 +158,7 @@ def test_models_whose_layers_hand_out_hidden_states_are_not_taken_for_others():
         return Hashed({"spec_rollout": SpecRolloutConfig(**given).as_dict()}).compute_hash()
 
     head = {"method": "eagle3", "model": "head", "num_speculative_tokens": 3}
-    collects = [{"collect": CollectConfig(dir="/tmp/states", layers=layers)} for layers in ((), (1, 2, 3))]
-    found = [hashed(**given) for given in ({}, {"speculative_config": head}, *collects)]
-    assert len(set(found)) == 4
+    assert hashed() != hashed(speculative_config=head)
 
 
 @pytest.mark.parametrize("others, variable", [({"gdn_prefill_backend": "triton"}, "0"), ({}, "1")])

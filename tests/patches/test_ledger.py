@@ -96,10 +96,10 @@ OURS_HERE = {
     ("worker/models/drafter.py", "self._drafting"),
     ("worker/models/drafter.py", "self._runner"),
     ("worker/v2/runner.py", "step"),
+    ("worker/hidden.py", "runner"),
 }
 RUNNERS = (
     "worker/v1/runner.py",
-    "worker/v1/collecting.py",
     "worker/v1/cpu_runner.py",
     "worker/v2/runner.py",
     "worker/v2/lane.py",

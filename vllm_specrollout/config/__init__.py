@@ -4,9 +4,9 @@ stdlib only. Defaults and limits live here and nowhere else.
 """
 
 from vllm_specrollout.config.drafters import (
-    CollectConfig,
     DecoupledConfig,
     HistoryConfig,
+    LearnConfig,
     NgramConfig,
     OracleConfig,
     StartedDrafter,
@@ -34,7 +34,7 @@ __all__ = [
     "MAX_NODES",
     "MODEL_SOURCES",
     "PLACEMENTS",
-    "CollectConfig",
+    "LearnConfig",
     "DecoupledConfig",
     "HistoryConfig",
     "NgramConfig",

@@ -13,7 +13,6 @@ from vllm_specrollout.config.checks import (
     Range,
     check_address,
     check_fields,
-    check_is_on,
     check_order,
 )
 from vllm_specrollout.errors import ConfigError, shown
@@ -131,28 +130,15 @@ class OracleConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CollectConfig:
-    """The target's hidden states, kept on disk for `specrollout train-head`. V1 runner only."""
+class LearnConfig:
+    """What an engine does for a trainer that asks it for hidden states."""
 
-    dir: Annotated[str, FILE] = ""
-    """Directory for them; empty: none are kept."""
-    max_tokens: Annotated[int, Range(1, 1 << 40)] = 1_000_000
-    """Most tokens kept in the directory; beyond it the oldest answers go."""
-    max_answer_tokens: Annotated[int, Range(2, 1 << 24)] = 2048
-    """Most tokens kept of one request, its prompt included: the first ones."""
-    share: Annotated[float, Range(0.0, 1.0)] = 1.0
-    """Share of the requests that is kept."""
-    layers: tuple[Annotated[int, Range(0, 4096)], ...] = ()
-    """Layers whose input an EAGLE-3 head takes, as vLLM counts them; empty: those of the head in use, else a low, a
-    middle and a high one."""
+    prefill_tokens: Annotated[int, Range(1, 1 << 20)] = 2048
+    """Most tokens of answers that a step computes once more. Such steps are taken only while no request is there, and
+    one that arrives waits for the step under way."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "collect.")
-        check_is_on("collect", self, bool(self.dir), "`collect.dir` is not", 'set {"collect": {"dir": "FOLDER"}}')
-        if list(self.layers) != sorted(set(self.layers)):
-            raise ConfigError(
-                f"`collect.layers` is {shown(list(self.layers))}, not ascending", "name each layer once, in order"
-            )
+        check_fields(self, "train.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,9 +28,9 @@ from vllm_specrollout.config.checks import (
 )
 from vllm_specrollout.config.drafters import (
     SINGLE,
-    CollectConfig,
     DecoupledConfig,
     HistoryConfig,
+    LearnConfig,
     NgramConfig,
     OracleConfig,
     StartedDrafter,
@@ -113,7 +113,7 @@ class SpecRolloutConfig:
     ngram: NgramConfig = field(default_factory=NgramConfig)
     history: HistoryConfig = field(default_factory=HistoryConfig)
     oracle: OracleConfig = field(default_factory=OracleConfig)
-    collect: CollectConfig = field(default_factory=CollectConfig)
+    train: LearnConfig = field(default_factory=LearnConfig)
     decoupled: DecoupledConfig = field(default_factory=DecoupledConfig)
     # not a key of its own: it follows from `budget`, which keeps the name alone
     budget_options: Options = field(default=Options(), metadata={"is_derived": True})

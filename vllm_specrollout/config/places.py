@@ -59,9 +59,8 @@ def check_places(config: SpecRolloutConfig) -> None:
     Raises:
         ConfigError: the first that cannot be used.
     """
-    for name, folder in (("history.dir", config.history.dir), ("collect.dir", config.collect.dir)):
-        if folder:
-            _check_folder(name, folder)
+    if config.history.dir:
+        _check_folder("history.dir", config.history.dir)
     if config.record is not None:
         _check_file("record", config.record)
 

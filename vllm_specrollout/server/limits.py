@@ -154,11 +154,6 @@ def check_engine_args(args: Any, config: SpecRolloutConfig, engine: Engine) -> N
     _check_class("--scheduler-cls", args.scheduler_cls, (None, engine.scheduler, engine.async_scheduler or None))
     if not config.sources:
         raise ConfigError("`drafters` is empty", f"name at least one of: {', '.join(DRAFTERS)}")
-    if config.collect.dir and engine.uses_v2:
-        raise UnsupportedError(
-            "`collect.dir` is set; hidden states are collected on vLLM's V1 model runner only so far",
-            "drop `collect`, or collect on CPU",
-        )
     if "oracle" in config.drafters:
         _check_oracle(args, config.oracle.path)
     check_places(config)

@@ -50,10 +50,7 @@ class Hashed(Mapping[str, Any]):
         """Without such outputs, what vLLM puts there for an empty dict: the model is compiled as stock's is."""
         config = parse(self._entries[KEY])
         assert config is not None, "it is made where spec rollout is on"
-        collected = list(config.collect.layers) if config.collect.dir else None
-        if config.coupled_model is None and collected is None:
-            return "None"
-        return json.dumps([config.coupled_model, collected], sort_keys=True)
+        return "None" if config.coupled_model is None else json.dumps(config.coupled_model, sort_keys=True)
 
 
 def fold(engine_args: Any, value: Any, origin: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm_specrollout.config import parse_request
+from vllm_specrollout.config.marking import check_mark
 from vllm_specrollout.config.resuming import check_resume
 from vllm_specrollout.errors import ConfigError, SpecRolloutError, UnsupportedError
 from vllm_specrollout.observe.guard import Guard
@@ -152,6 +153,7 @@ def check_options(original: Callable[..., Any]) -> Callable[..., Any]:
         extra = getattr(request.sampling_params, "extra_args", None)
         if extra:
             try:
+                check_mark(extra)
                 if settings.KEY in extra:
                     _check(self.vllm_config, request, extra[settings.KEY], given)
                 elif settings.is_on(self.vllm_config):

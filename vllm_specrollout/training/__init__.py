@@ -1,5 +1,5 @@
-"""Heads that draft, trained on what the target computed in rollouts.
+"""Heads that draft, trained on what the target computed for finished answers.
 
-What belongs here: the buffer on disk between engine and trainer, packing, the trainer and its checkpoints. The engine
-fills the buffer (`worker/v1/collecting.py`) and loads the head; nothing here knows vLLM.
+What belongs here: the answers and their rows on the way from an engine, the learner and how it judges, and runs by
+hand. An engine loads the head; nothing here knows vLLM.
 """

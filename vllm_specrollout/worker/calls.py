@@ -22,6 +22,7 @@ from vllm_specrollout.history.epochs import EpochError
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.metrics import Gain
 from vllm_specrollout.observe.timeline import TimelineListener
+from vllm_specrollout.worker import hidden
 from vllm_specrollout.worker.common import Stats, is_first_rank
 from vllm_specrollout.worker.models import decoupled
 from vllm_specrollout.worker.models.proposing import path_of
@@ -274,6 +275,17 @@ class TrainerMixin(WeightsMixin):
         own = None if learning is None else learning.own
         found = [one if own is None else msgspec.structs.replace(one, own=own) for one in known]
         return [msgspec.to_builtins(one, str_keys=True) for one in found]
+
+    def spec_rollout_answers(self, address: str, most_tokens: int) -> dict[str, Any]:
+        """What this engine shall compute once more for a trainer; see `hidden.answers_for`. From the first call on,
+        answers are kept. Ranks that do not draft say nothing; an error comes back as its cause and hint.
+        """
+        if not is_first_rank():
+            return {}
+        try:
+            return hidden.answers_for(self.model_runner, address, most_tokens)
+        except SpecRolloutError as error:
+            return {"cause": error.cause, "hint": error.hint}
 
     def shutdown(self) -> None:
         runner = getattr(self, "model_runner", None)

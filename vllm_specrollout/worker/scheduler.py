@@ -7,7 +7,9 @@ what workers counted goes on to the frontend. What only V2 needs is in v2/schedu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
@@ -21,6 +23,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from vllm_specrollout.config.marking import mark_of
 from vllm_specrollout.observe.metrics import encode
 from vllm_specrollout.patches import features
 from vllm_specrollout.scheduling.longest_first import Queue, Waiting
@@ -29,6 +32,7 @@ from vllm_specrollout.scheduling.stop_strings import answers
 from vllm_specrollout.types import FinishReason
 from vllm_specrollout.worker.arriving import Arrivals, mark
 from vllm_specrollout.worker.common import REQUEST_METRICS_KEY, config_of, with_speculation
+from vllm_specrollout.worker.hidden import WANTED, WantedRows, drop, tell_dropped, turn
 
 _Base = Scheduler if TYPE_CHECKING else object
 logger = init_logger("vllm.specrollout")
@@ -103,6 +107,11 @@ def step_of(scheduler_output: SchedulerOutput) -> int:
     return getattr(scheduler_output, _STEP, 0)
 
 
+def wanted_of(scheduler_output: SchedulerOutput) -> dict[str, WantedRows] | None:
+    """What the step computes of marked requests; None: none are there."""
+    return getattr(scheduler_output, WANTED, None)
+
+
 def is_signalled(scheduler_output: SchedulerOutput) -> bool:
     """Whether weights may have been written since the last step.
 
@@ -150,6 +159,10 @@ class SchedulerMixin(_Base):
         """Steps scheduled so far that compute anything: the clock that all pauses go by."""
         self._counts: dict[str, int] | None = None
         self._is_signalled = False
+        self.prefill_tokens = config.train.prefill_tokens
+        # requests whose hidden states are wanted -> their marks; and those that made way, of which nobody was told yet
+        self.marked: dict[str, Mapping[str, int]] = {}
+        self.dropped: list[Request] = []
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
@@ -159,7 +172,10 @@ class SchedulerMixin(_Base):
             if self._queue.is_due(len(self.waiting), places):
                 self._put_in_order(self._queue)
         self._cut_drafts()
-        output = super().schedule(*args, **kwargs)
+        if self.marked:
+            output = turn(self, partial(super().schedule, *args, **kwargs))
+        else:
+            output = super().schedule(*args, **kwargs)
         if output.finished_req_ids:
             ended = {
                 name: end for name in output.finished_req_ids if (end := self._endings.pop(name, None)) is not None
@@ -183,7 +199,10 @@ class SchedulerMixin(_Base):
     ) -> dict[int, EngineCoreOutputs]:
         if isinstance(model_runner_output, SpecRolloutOutput):
             self._counts = model_runner_output.counts
-        return super().update_from_output(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self.dropped:
+            tell_dropped(self, outputs)
+        return outputs
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         """vLLM's, with our counts on board.
@@ -200,6 +219,9 @@ class SchedulerMixin(_Base):
     # --- requests that come and go -----------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
+        if (mark := mark_of(request.sampling_params)) is not None:
+            self.marked[request.request_id] = mark
+            return super().add_request(request)
         session = self.requests.get(request.request_id)  # streaming input comes under its session's name
         problem_id = self._arrivals.add(request, session).problem_id
         super().add_request(request)
@@ -229,6 +251,8 @@ class SchedulerMixin(_Base):
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._arrivals.end(request.request_id)
         self._sessions.discard(request.request_id)
+        if self.marked.pop(request.request_id, None) is not None:
+            return super()._free_request(request, *args, **kwargs)
         known = self._known.pop(request.request_id, None)
         status, num_tokens = _STATUS.get(request.status, FinishReason.ABORTED), request.num_output_tokens
         if (length := self._answers.get(request.request_id)) is not None:
@@ -243,10 +267,14 @@ class SchedulerMixin(_Base):
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         self._is_signalled = True
+        if self.marked:
+            drop(self)
         return super().reset_prefix_cache(*args, **kwargs)
 
     def set_pause_state(self, *args: Any, **kwargs: Any) -> None:
         self._is_signalled = True
+        if self.marked:
+            drop(self)
         super().set_pause_state(*args, **kwargs)
 
     # --- the order of the queue --------------------------------------------------------------------------------------

@@ -127,7 +127,6 @@ ENGINE = {
     "a path of a million characters": {"history": {"dir": "d" * 10**6}},
     "nobody's home": {"history": {"dir": "~nobody-of-this-name/hist"}},
     "decoupled: set and not on": {"decoupled": {"window": 8}},
-    "collect: set and not on": {"collect": {"max_tokens": 1000}},
 }
 REQUEST = {
     "a typo": {"problem": "a"},

@@ -85,10 +85,7 @@ REFUSED_CONFIGS = {
     "oracle accuracy above 1 in sum": {"oracle": {"accuracy": [0.7, 0.7]}},
     "oracle accuracy empty": {"oracle": {"accuracy": []}},
     "oracle accuracy as text": {"oracle": {"accuracy": ["high"]}},
-    "no tokens to collect": {"collect": {"dir": "data", "max_tokens": 0}},
-    "more than all answers to collect": {"collect": {"dir": "data", "share": 1.5}},
-    "layers that do not ascend": {"collect": {"dir": "data", "layers": [4, 2]}},
-    "a layer below the first": {"collect": {"dir": "data", "layers": [-1]}},
+    "no tokens of a step of prefill": {"train": {"prefill_tokens": 0}},
 }
 REFUSED_TEXTS = {
     "neither JSON nor a file": "no/such/file.json",

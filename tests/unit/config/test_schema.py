@@ -49,8 +49,8 @@ def with_value(name: str, value: float) -> dict[str, Any]:
     if part == "budget":
         (budget,) = (n for n, kind in OPTIONS.items() if key in kind.__dataclass_fields__)
         return {"budget": {"name": budget, key: value}}
-    around = {"decoupled": {"placement": "decoupled"}, "collect": {}, "oracle": {"drafters": ["oracle"]}}
-    return {**around.get(part, {}), part: {key: value, **({"dir": "states"} if part == "collect" else {})}}
+    around = {"decoupled": {"placement": "decoupled"}, "oracle": {"drafters": ["oracle"]}}
+    return {**around.get(part, {}), part: {key: value}}
 
 
 def test_every_key_of_the_reference_page_is_in_it_and_no_other(schema):

@@ -25,8 +25,8 @@ from vllm_specrollout.worker.models.proposing import (
     Chooses,
     Enough,
     Entry,
+    HeldRows,
     Proposer,
-    Rows,
     Seat,
     WaitingRows,
     first_rows,
@@ -202,7 +202,7 @@ class ModelDrafter(BaseDrafter):
         Args:
             query_start, trees, result: the step's, as in `rows_that_hold`.
             seat_of: request of the step, and how many of its rows hold -> what is known of it; None: it is gone.
-            columns_of: rows of the step -> their tokens, positions and hidden states, as in `Rows`.
+            columns_of: rows of the step -> their tokens, positions and hidden states, as in `HeldRows`.
         """
         index, counts = rows_that_hold(query_start, trees, result)
         names, kept = [""] * len(counts), np.zeros_like(counts)
@@ -220,7 +220,7 @@ class ModelDrafter(BaseDrafter):
             if kept[i]:
                 ends[name] = seat.next_position
         fed, counts, index = first_rows(names, counts, kept, index)
-        self.feed(Rows(fed, counts, *columns_of(index)))
+        self.feed(HeldRows(fed, counts, *columns_of(index)))
         self._next |= ends
 
     def _kept(self, name: str, begin: int, end: int, is_prompt: bool) -> int:
@@ -246,7 +246,7 @@ class ModelDrafter(BaseDrafter):
             self._prompts.add(name)
         return min(end, self.most_tokens) - begin
 
-    def feed(self, rows: Rows) -> None:
+    def feed(self, rows: HeldRows) -> None:
         """Rows that the target has computed and that hold; `seats` are those of their step."""
         self.waiting.add(rows)
         if self._trial:
@@ -393,7 +393,7 @@ class ModelDrafter(BaseDrafter):
             entry.view.request_id: own for entry, own in zip(entries, tokens, strict=True) if not entry.is_greedy
         }
 
-    def _learn(self, rows: Rows) -> None:
+    def _learn(self, rows: HeldRows) -> None:
         """The target's tokens are known: the first row of a request holds the token drafted from, the second, if any,
         what was met; else it is the next one sampled."""
         starts = np.concatenate([[0], np.cumsum(rows.counts)])[:-1].tolist()

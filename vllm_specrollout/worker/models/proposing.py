@@ -132,7 +132,7 @@ class Proposer:
         # of one batch: its buffers must hold some rows of each
         self.most_requests = max_rows // (2 + extra)
 
-    def run(self, rows: Rows, seats: Sequence[Seat], depth: int) -> float:
+    def run(self, rows: HeldRows, seats: Sequence[Seat], depth: int) -> float:
         """Feed rows, at least one for each seat and in the seats' order, and draft so many levels.
 
         Returns:
@@ -163,7 +163,7 @@ class Proposer:
         return torch.stack([self.draw(logits[:, level]) for level in range(logits.shape[1])], dim=1)
 
     def _pass(
-        self, seats: Sequence[Seat], rows: Rows, index: Sequence[np.ndarray], next_tokens: np.ndarray, depth: int
+        self, seats: Sequence[Seat], rows: HeldRows, index: Sequence[np.ndarray], next_tokens: np.ndarray, depth: int
     ) -> None:
         """One pass, and as many more as levels are drafted.
 
@@ -179,7 +179,7 @@ MOST_PARTS = 256
 
 
 @dataclass(slots=True)
-class Rows:
+class HeldRows:
     """Rows of some requests, request after request, each in the order of its positions."""
 
     # [R]; None: the request is gone
@@ -205,11 +205,11 @@ class WaitingRows:
     """What a model has to be fed with, in the order in which it came."""
 
     def __init__(self) -> None:
-        self._parts: list[Rows] = []
+        self._parts: list[HeldRows] = []
         self.num_bytes = 0
         """Of hidden states that wait, those of requests that are gone included."""
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: HeldRows) -> None:
         self._parts.append(rows)
         self.num_bytes += rows.hidden.nbytes
         if len(self._parts) > MOST_PARTS:
@@ -232,7 +232,7 @@ class WaitingRows:
         """Let go of rows that are not fed any more."""
         self._are(_without(rows, {None}) if None in rows.request_ids else rows for rows in self._parts)
 
-    def take(self, names: Sequence[str]) -> Rows:
+    def take(self, names: Sequence[str]) -> HeldRows:
         """The rows of these requests, in this order; they wait no longer."""
         place: dict[str | None, int] = {name: i for i, name in enumerate(names)}
         # a part with other requests alone is not touched: what waits for long is not copied ever again
@@ -245,26 +245,26 @@ class WaitingRows:
         touched = {id(rows) for rows in parts}
         self._are(_without(rows, gone) if id(rows) in touched else rows for rows in self._parts)
         own = np.bincount(owner[owner >= 0], minlength=len(names))
-        return Rows(list(names), own, one.token_ids[taken], one.positions[taken], one.hidden[taken])
+        return HeldRows(list(names), own, one.token_ids[taken], one.positions[taken], one.hidden[taken])
 
-    def _are(self, parts: Iterable[Rows]) -> None:
+    def _are(self, parts: Iterable[HeldRows]) -> None:
         self._parts = [rows for rows in parts if rows.request_ids]
         self.num_bytes = sum(rows.hidden.nbytes for rows in self._parts)
 
 
-def _joined(parts: Sequence[Rows]) -> Rows:
+def _joined(parts: Sequence[HeldRows]) -> HeldRows:
     """The rows of all parts, one behind another; a request may come several times."""
     columns = (torch.cat([getattr(rows, name) for rows in parts]) for name in ("token_ids", "positions", "hidden"))
     ids = [name for rows in parts for name in rows.request_ids]
-    return Rows(ids, np.concatenate([rows.counts for rows in parts]), *columns)
+    return HeldRows(ids, np.concatenate([rows.counts for rows in parts]), *columns)
 
 
-def _without(rows: Rows, gone: Set[str | None]) -> Rows:
+def _without(rows: HeldRows, gone: Set[str | None]) -> HeldRows:
     """The rows of the other requests."""
     stays = np.asarray([name not in gone for name in rows.request_ids], dtype=np.bool_)
     kept = torch.from_numpy(np.flatnonzero(np.repeat(stays, rows.counts)))
     left = [name for name in rows.request_ids if name not in gone]
-    return Rows(left, rows.counts[stays], rows.token_ids[kept], rows.positions[kept], rows.hidden[kept])
+    return HeldRows(left, rows.counts[stays], rows.token_ids[kept], rows.positions[kept], rows.hidden[kept])
 
 
 def rows_that_hold(

@@ -20,8 +20,8 @@ from vllm_specrollout.types import IntArray, VerifyResult
 from vllm_specrollout.worker.models.drafter import ModelDrafter, join
 from vllm_specrollout.worker.models.proposing import (
     Enough,
+    HeldRows,
     Proposer,
-    Rows,
     Seat,
     check_layers,
     without_adapters,
@@ -61,7 +61,7 @@ class ProposerV1(Proposer):
         return self.draw(logits), None
 
     def _pass(
-        self, seats: Sequence[Seat], rows: Rows, index: Sequence[np.ndarray], next_tokens: np.ndarray, depth: int
+        self, seats: Sequence[Seat], rows: HeldRows, index: Sequence[np.ndarray], next_tokens: np.ndarray, depth: int
     ) -> None:
         taken = torch.from_numpy(np.concatenate(index))
         counts = np.asarray([len(own) for own in index])
@@ -130,7 +130,7 @@ class HeadsProposer(Proposer):
         self.is_one_pass = True
 
     def _pass(
-        self, seats: Sequence[Seat], rows: Rows, index: Sequence[np.ndarray], next_tokens: np.ndarray, depth: int
+        self, seats: Sequence[Seat], rows: HeldRows, index: Sequence[np.ndarray], next_tokens: np.ndarray, depth: int
     ) -> None:
         if depth == 0:
             return  # it keeps nothing of what it has seen

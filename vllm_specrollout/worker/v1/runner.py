@@ -33,11 +33,12 @@ from vllm_specrollout.types import (
 from vllm_specrollout.worker.arriving import fill_in
 from vllm_specrollout.worker.common import CHAIN_ASKED, IMAGES_BOTH_WAYS, ROWS_FOR_DRAFTS, Stats, config_of
 from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting, begin_step, drafted_tokens, scheduled_trees
+from vllm_specrollout.worker.hidden import Tap, WantedRows
 from vllm_specrollout.worker.models import decoupled
 from vllm_specrollout.worker.models.decoupled import sampling_on_v1
 from vllm_specrollout.worker.models.drafter import ModelDrafter, tell
 from vllm_specrollout.worker.request import RequestBook, RequestEntry
-from vllm_specrollout.worker.scheduler import SpecRolloutOutput, endings_of, step_of, waiting_of
+from vllm_specrollout.worker.scheduler import SpecRolloutOutput, endings_of, step_of, waiting_of, wanted_of
 from vllm_specrollout.worker.speculate import announce, make_speculator
 from vllm_specrollout.worker.v1.proposer import feed, model_drafter_of, plain_processors
 from vllm_specrollout.worker.v1.sampler import (
@@ -78,12 +79,16 @@ class StepState:
     # the request whose verdict was withheld, and what it did not get; None: nobody's was
     withheld: tuple[str, list[int]] | None = None
     verify_ms: float = 0.0
+    # requests whose hidden states are wanted; None: others run
+    wanted: dict[str, WantedRows] | None = None
 
 
 class SpecRolloutV1(_Base):
     """Mixed into vLLM's runner: drafts ride on its outputs, the tapes through its sampler."""
 
     lays_out_chains = False
+    # for a trainer; None: nobody asked
+    tap: Tap | None = None
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -169,6 +174,7 @@ class SpecRolloutV1(_Base):
                 self._timing["step_ms"] = period_ms
             self.settle()
         self.step = StepState(step_of(scheduler_output), now, waiting_of(scheduler_output))
+        self.step.wanted = wanted_of(scheduler_output)
         for req_id, (num_tokens, status) in endings_of(scheduler_output).items():
             if req_id in self.requests:  # it ended in the last step, with that one's weights
                 entry = self.book.get(self.requests[req_id])
@@ -291,6 +297,16 @@ class SpecRolloutV1(_Base):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         state = self.execute_model_state
+        if self.step.wanted and self.tap is not None:
+            with self.spec_rollout.guard.over("sending hidden states", "a trainer misses some"):
+                self.tap.take(
+                    self.step.wanted,
+                    self.weights_version.number,
+                    self.input_batch.req_ids,
+                    self.query_start_loc.np,
+                    state.hidden_states,
+                    state.aux_hidden_states,
+                )
         output = super().sample_tokens(grammar_output)
         if not isinstance(output, ModelRunnerOutput) or not output.sampled_token_ids:
             return output

@@ -22,7 +22,6 @@ from vllm_specrollout.worker.calls import DrafterMixin, ExplainsMixin, StatsMixi
 from vllm_specrollout.worker.common import config_of, with_model
 from vllm_specrollout.worker.models.decoupled import keep_off
 from vllm_specrollout.worker.rows import HeadShape, RowsAlike, attention_alike, linear_alike_from
-from vllm_specrollout.worker.v1.collecting import runner_for
 from vllm_specrollout.worker.v1.cpu_runner import SpecRolloutCPURunner
 from vllm_specrollout.worker.v1.kv import scratch_blocks
 
@@ -105,8 +104,7 @@ class SpecRolloutCPUWorker(StatsMixin, DrafterMixin, ExplainsMixin, TrainerMixin
                 "unset `VLLM_USE_V2_MODEL_RUNNER`, or set it to 0",
             )
         # vLLM names its runner's class in the body of init_device; what it made holds no weights yet.
-        runner = runner_for(config_of(self.vllm_config).collect, SpecRolloutCPURunner)
-        self.model_runner = runner(self.vllm_config, torch.device("cpu"))
+        self.model_runner = SpecRolloutCPURunner(self.vllm_config, torch.device("cpu"))
 
     def determine_available_memory(self) -> int:
         available = super().determine_available_memory()

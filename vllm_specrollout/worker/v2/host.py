@@ -173,6 +173,8 @@ class StepState:
     home: Any = None
     # [R] logits rows of each request
     num_logits: IntArray | None = None
+    # requests whose hidden states are wanted; None: others run
+    wanted: Any = None
     # first rows, paths and counts of what was accepted, until the KV cache is put in order by it
     accepted: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 

@@ -25,8 +25,9 @@ from vllm_specrollout.types import DraftMode, FinishedRequest, empty_trees
 from vllm_specrollout.worker.arriving import is_unseeded, resumed_of, signed
 from vllm_specrollout.worker.common import Stats, config_of
 from vllm_specrollout.worker.drafting import Drafting, begin_step
+from vllm_specrollout.worker.hidden import Tap
 from vllm_specrollout.worker.request import Desk
-from vllm_specrollout.worker.scheduler import DraftReport, SpecRolloutOutput, endings_of, step_of, waiting_of
+from vllm_specrollout.worker.scheduler import DraftReport, SpecRolloutOutput, endings_of, step_of, waiting_of, wanted_of
 from vllm_specrollout.worker.speculate import announce, make_speculator
 from vllm_specrollout.worker.v2.attention import install_tree_attention
 from vllm_specrollout.worker.v2.commit import RoutedExperts, SlotMover
@@ -56,6 +57,8 @@ class SpecRolloutV2(_Base):
     remote: Any = None
     # what its self-check found, as plain values; None: it was not checked yet
     self_check: dict[str, Any] | None = None
+    # for a trainer; None: nobody asked
+    tap: Tap | None = None
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -155,6 +158,7 @@ class SpecRolloutV2(_Base):
         num_running = len(scheduler_output.num_scheduled_tokens)
         step = self.step = StepState(step_of(scheduler_output), num_running, waiting_of(scheduler_output))
         step.preempted = (scheduler_output.preempted_req_ids or set()) - scheduler_output.finished_req_ids
+        step.wanted = wanted_of(scheduler_output)
         self.inputs.clear()
         for req_id, (num_tokens, status) in endings_of(scheduler_output).items():
             self.host.end(req_id, num_tokens, status)
@@ -215,6 +219,16 @@ class SpecRolloutV2(_Base):
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         state = self.execute_model_state
         batch = state.input_batch if state is not None else None
+        if self.step.wanted and self.tap is not None and batch is not None:
+            with self.spec_rollout.guard.over("sending hidden states", "a trainer misses some"):
+                self.tap.take(
+                    self.step.wanted,
+                    self.weights_version.number,
+                    batch.req_ids,
+                    batch.query_start_loc_np,
+                    state.hidden_states,
+                    state.aux_hidden_states,
+                )
         output = super().sample_tokens(grammar_output)
         if self.step.accepted is not None:
             # before anything reads the KV cache, but behind the tokens that the host waits for
