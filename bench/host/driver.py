@@ -1,9 +1,9 @@
 """What one driver costs its host: decisions and reports of a group, with stand-ins for engines, at the product's beats.
 
-The stand-ins need no model and no Ray: their reports are made in this process, and the time for that is taken out. So
-the figure is the driver's own, and Ray's part of a call comes on top. A batch of 32 requests an engine runs
-to its last answer or for so many seconds; lengths have a long tail. Run: `python -m bench.host.driver --out
-out/driver.json`, then `python docs/benchmarks.py driver out/driver.json`.
+The stand-ins need no model and no Ray, and their reports are made in this process. So the figure is the driver's with
+theirs, and Ray's part of a call comes on top. A batch of 32 requests an engine runs to its last
+answer or for so many beats; lengths have a long tail. Run: `python -m bench.host.driver --out out/driver.json`, then
+`python docs/benchmarks.py driver out/driver.json`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import argparse
 import asyncio
 import random
 import time
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from vllm_specrollout.cluster.reports import Given, Part, Report, Wanted
 ENGINES = (64, 256, 1024)
 REQUESTS, SAMPLES, TOKENS, SPREAD = 32, 8, 600, 1.0
 """Of an engine; answers to a problem; tokens of the median answer, and how far the logarithms scatter."""
+SEVEN = array("i", [7])
 RATE, SELDOM = 16, 5
 """Tokens of a request in a beat: 160 a second; and beats between two reports of what goes on, as the product's."""
 
@@ -38,7 +40,8 @@ class DriverCost:
 
     engines: int
     ladder: str
-    # of one core, without the stand-ins
+    # of one core, once the batch is dealt, with the stand-ins' own: processor time over the time that their beats make,
+    # late or not
     share: float
     # ms of processor time: the mean decision, and the dearest one, which deals the batch
     decision_ms: float
@@ -96,7 +99,7 @@ class StandIn:
         parts, is_whole = {}, not self.beats % SELDOM
         for key, own in list(self.live.items()):
             if is_whole or not own[0]:
-                parts[key] = Part([7] * (own[1] - own[2]), (), 20, "" if own[0] else "length")
+                parts[key] = Part(SEVEN * (own[1] - own[2]), (), 20, "" if own[0] else "length")
                 own[2] = own[1]
             if not own[0]:
                 del self.live[key]
@@ -121,29 +124,21 @@ class StandIns:
 
     def __init__(self, engines: int) -> None:
         self.engines = {f"engine-{i}": StandIn(2 * REQUESTS) for i in range(engines)}
-        self.reports, self.spent = 0, 0.0
+        self.reports = 0
 
     async def call(self, engine: str, method: str, *args: Any) -> Any:
         own, has_news = self.engines[engine], method != "report"
         while not has_news:
             await asyncio.sleep(BEAT_S)
-            begun = time.thread_time()
             has_news = own.advance()
-            self.spent += time.thread_time() - begun
         self.reports += method == "report"
-        found = self._answer(engine, method, args)
+        found = own.answer(method, args)
         if args and args[0] == "spec_rollout_standing":
             found[0]["host"] = f"host {int(engine.removeprefix('engine-')) // 8}"
         return found
 
     def send(self, engine: str, method: str, *args: Any) -> None:
-        self._answer(engine, method, args)
-
-    def _answer(self, engine: str, method: str, args: Sequence[Any]) -> Any:
-        begun = time.thread_time()
-        found = self.engines[engine].answer(method, args)
-        self.spent += time.thread_time() - begun
-        return found
+        self.engines[engine].answer(method, args)
 
     def end(self, engine: str) -> None:
         raise NotImplementedError
@@ -162,7 +157,7 @@ class Timed(Driver):
         self.spent.append(time.thread_time() - begun)
 
 
-async def measure(engines: int, ladder: str, seconds: float, seed: int) -> DriverCost:
+async def measure(engines: int, ladder: str, beats: int, seed: int) -> DriverCost:
     """One batch."""
     lines, rng = StandIns(engines), random.Random(seed)
     driver = Timed(lines, list(lines.engines), Rules(ladder))
@@ -180,12 +175,17 @@ async def measure(engines: int, ladder: str, seconds: float, seed: int) -> Drive
     prompts = [[i // SAMPLES] * 500 for i in range(count)]
     params = [{"max_tokens": length, "seed": 0} for length in lengths]
     asked = RequestChecker(seed).ask(prompts, params, sink=found.__setitem__)
-    begun, spent, driver.spent, lines.reports = time.monotonic(), time.thread_time(), [], 0
-    lines.spent = 0.0
+    driver.spent = []
     driver.add(asked)
-    while len(found) < count and time.monotonic() - begun < seconds:
+    while driver.waiting:
         await asyncio.sleep(BEAT_S)
-    share = (time.thread_time() - spent - lines.spent) / (time.monotonic() - begun)
+    lines.reports, spent = 0, time.thread_time()
+    for one in lines.engines.values():
+        one.beats = 0
+    while len(found) < count and sum(one.beats for one in lines.engines.values()) < beats * engines:
+        await asyncio.sleep(BEAT_S)
+    passed = BEAT_S * sum(one.beats for one in lines.engines.values()) / engines
+    share = (time.thread_time() - spent) / passed
     driver.stop(GroupError("it was long enough", ""))
     if helping is not None:
         helping.cancel()
@@ -216,13 +216,13 @@ def _asking(lines: StandIns, name: str) -> Any:
 def measured(settings: Mapping[str, Any]) -> Iterator[DriverCost]:
     for engines in settings["engines"]:
         for ladder in LADDERS:
-            yield asyncio.run(measure(engines, ladder, settings["seconds"], settings["seed"]))
+            yield asyncio.run(measure(engines, ladder, settings["beats"], settings["seed"]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", type=int, nargs="+", default=list(ENGINES))
-    parser.add_argument("--seconds", type=float, default=20.0, help="of a batch, at most")
+    parser.add_argument("--beats", type=int, default=100, help="of a batch, at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     given = vars(parser.parse_args())
@@ -232,7 +232,7 @@ def main() -> None:
         rows.append(row)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(as_json("driver", given, Found(rows=[asdict(row) for row in rows])), encoding="utf-8")
+        out.write_text(as_json("driver", given, Found(rows=rows)), encoding="utf-8")
 
 
 if __name__ == "__main__":

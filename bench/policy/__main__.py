@@ -64,7 +64,7 @@ def train(
 
 @app.command()
 def distil(
-    data: Annotated[Path, typer.Option(help="Buffer of the policy's rollouts: `collect.dir` of an engine.")],
+    data: Annotated[Path, typer.Option(help="The policy's answers, as `specrollout train-head` takes them.")],
     out: Annotated[Path, typer.Option(help="Folder to write the draft model into.")],
     policy: Annotated[Path, typer.Option(help="The policy that rolled out.")] = CHECKPOINT,
     seed: Annotated[int, typer.Option(help="Seed of weights and order.")] = DistilConfig.seed,

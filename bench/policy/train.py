@@ -6,9 +6,8 @@ Demonstrations are drawn on the fly. Those of similar length share a batch, so l
 starts at position 0 of its own row, and no answer attends to another. (Packing several into one row would need a block
 mask, slow on CPU.)
 
-A draft model learns from the policy's rollouts. Their buffer (`collect.dir` of an engine) holds what the policy's
-output head took in at each token of its answers, and so the distribution it drew from. That suits drafting better than
-demonstrations do: a draft model is asked what the policy would say, slips included.
+A draft model learns from the policy's rollouts, and from the distributions that the policy drew them from. That suits
+drafting better than demonstrations do: a draft model is asked what the policy would say, slips included.
 """
 
 import math
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerFast
 
-    from vllm_specrollout.training.buffer import Buffer, Example
+    from vllm_specrollout.training.answers import KeptAnswer
 
 _CLIP = 1.0
 """Gradient norm above which the gradient is scaled down."""
@@ -67,10 +66,10 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DistilConfig:
-    """All that a draft model's run depends on, beside the buffer."""
+    """All that a draft model's run depends on, beside the answers."""
 
     seed: int = 0
-    # Passes over the buffer.
+    # Passes over the answers.
     epochs: Annotated[int, LEAST_ONE] = 10
     # Padded tokens per optimiser step.
     batch_tokens: Annotated[int, LEAST_ONE] = 4096
@@ -139,8 +138,8 @@ def distil(config: DistilConfig, policy: Path, data: Path, out: Path, on_step: O
     """Writes a draft model (bf16) and the policy's tokenizer into `out`; the loss is KL(policy || draft model).
 
     Args:
-        policy: its checkpoint, for the output head.
-        data: the buffer's folder.
+        policy: its checkpoint.
+        data: its answers, as `specrollout train-head` takes them.
 
     Returns:
         the configuration, what the last steps' losses were on average, and the number of parameters.
@@ -148,17 +147,17 @@ def distil(config: DistilConfig, policy: Path, data: Path, out: Path, on_step: O
     import torch
     from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
-    from vllm_specrollout.training.buffer import Buffer
+    from vllm_specrollout.training.answer_file import AnswerFile
 
     torch.manual_seed(config.seed)
-    buffer, tokenizer = Buffer(data), build_tokenizer()
-    head = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).lm_head
+    tokenizer = build_tokenizer()
+    answers = AnswerFile(data, lambda text, _: tokenizer(text)["input_ids"], len(tokenizer)).unread()
+    target = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
     shape = shape_of_size(config.size, num_layers=config.num_layers)
     model = Qwen3ForCausalLM(model_config("qwen3", shape, len(tokenizer))).train()
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=config.weight_decay, betas=(0.9, 0.98))
-    chosen, losses = list(_answers(config, buffer)), []
-    examples = ([buffer[i] for i in indices] for indices in chosen)
-    for loss in _steps(config, model, optimizer, examples, len(chosen), lambda some: _divergence(model, head, some)):
+    chosen, losses = list(_answers(config, answers)), []
+    for loss in _steps(config, model, optimizer, chosen, len(chosen), lambda some: _divergence(model, target, some)):
         losses.append(loss)
         on_step(len(losses), len(chosen), loss)
     model.to(torch.bfloat16).save_pretrained(out)
@@ -219,24 +218,24 @@ def _draw_pool(tokenizer: "PreTrainedTokenizerFast", rng: random.Random, max_ter
     return list(zip(tokenizer(prompts)["input_ids"], tokenizer(answers)["input_ids"], strict=True))
 
 
-def _answers(config: DistilConfig, buffer: "Buffer") -> Iterator[list[int]]:
+def _answers(config: DistilConfig, answers: "Sequence[KeptAnswer]") -> "Iterator[list[KeptAnswer]]":
     """Answers of similar length share a batch, so little of it is padding."""
-    groups = packed(range(len(buffer)), buffer.length, config.batch_tokens)
+    groups = packed(answers, lambda one: len(one.token_ids), config.batch_tokens)
     for epoch in range(config.epochs):
         random.Random(f"distil/{config.seed}/{epoch}").shuffle(groups)
         yield from groups
 
 
-def _divergence(model: "torch.nn.Module", head: "torch.nn.Module", examples: Sequence["Example"]) -> "torch.Tensor":
+def _divergence(model: "torch.nn.Module", target: "torch.nn.Module", some: "Sequence[KeptAnswer]") -> "torch.Tensor":
     """KL(policy || draft model), nats per answer token; padded on the right, which causal attention keeps out."""
     import torch
 
     pad = torch.nn.utils.rnn.pad_sequence
-    token_ids = pad([one.token_ids.long() for one in examples], batch_first=True)
-    # each place asks for the next token, from the one that the prompt's last token asks for
-    counts = pad([torch.arange(len(one)) >= one.num_prompt - 1 for one in examples], batch_first=True)
-    wanted = torch.cat([one.last_hidden[max(one.num_prompt - 1, 0) :] for one in examples]).float()
+    token_ids = pad([torch.from_numpy(one.token_ids).long() for one in some], batch_first=True)
+    # each place asks for the next token, from the one that the prompt's last token asks for; the last one for none
+    places = [torch.arange(1, len(one.token_ids) + 1) for one in some]
+    counts = pad([(at >= one.prompt_tokens) & (at < len(at)) for at, one in zip(places, some, strict=True)], True)
     with torch.no_grad():
-        target = head(wanted).log_softmax(dim=-1)
+        wanted = target(input_ids=token_ids, use_cache=False).logits[counts].log_softmax(dim=-1)
     drafted = model(input_ids=token_ids, use_cache=False).logits[counts].log_softmax(dim=-1)
-    return torch.nn.functional.kl_div(drafted, target, reduction="batchmean", log_target=True)
+    return torch.nn.functional.kl_div(drafted, wanted, reduction="batchmean", log_target=True)

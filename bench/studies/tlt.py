@@ -8,7 +8,6 @@ import numpy as np
 from vllm_specrollout.bench.studies.formulas import StepLine
 from vllm_specrollout.bench.studies.report import Cell, Curve, Inputs, Number, ResultTable, StudyReport, error_of
 
-
 BATCHES, TOKENS = (1, 2, 4, 8, 16, 32), (16, 32, 48, 64)
 """Rows and columns of Table 4."""
 PRINTED = (

@@ -114,8 +114,7 @@ def test_other_architectures_are_refused(tmp_path):
 
 def test_an_inflated_head_drafts_what_the_policys_own_head_does(tmp_path):
     pytest.importorskip("speculators")
-    from vllm_specrollout.training.buffer import Source
-    from vllm_specrollout.training.heads import load_head, new_head, save_head
+    from vllm_specrollout.training.heads import Source, load_head, new_head, save_head
 
     small = make_random_model(tmp_path / "small", seed=3, dtype="float32", **SMALL)
     large = inflate(small, tmp_path / "grown", GROWN)

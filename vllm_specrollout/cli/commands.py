@@ -13,11 +13,10 @@ import typer.core
 import typer.main
 
 from vllm_specrollout import __version__, patches
-from vllm_specrollout.cli import history, plan, processes, profile, replay, report, status
+from vllm_specrollout.cli import history, plan, processes, profile, replay, report, status, train_head
 from vllm_specrollout.config.checks import nearest
 from vllm_specrollout.errors import ConfigError, SpecRolloutError, UnsupportedError
 from vllm_specrollout.patches import supported
-from vllm_specrollout.training import command as training_command
 
 BENCHES = {
     "engine": ("scenarios.decode", "Decode with and without drafts in one run."),
@@ -237,7 +236,7 @@ app.command("report")(report.report_command)
 app.add_typer(history.app, name="history")
 app.command("profile")(profile.profile)
 app.command("replay")(replay.replay_command)
-app.command("train-head")(training_command.train_head)
+app.command("train-head")(train_head.train_head)
 app.add_typer(plan.app, name="plan")
 app.command("drafter")(processes.serve_drafts)
 app.add_typer(dev, name="dev")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import random
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,10 @@ _KEEPS_STATE = ("stop", "structured_outputs", "thinking_token_budget", "watermar
 
 class GroupError(SpecRolloutError):
     """A batch cannot be completed."""
+
+
+class BeginError(GroupError):
+    """An engine cannot be begun, and would not be another time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +80,8 @@ class Open:
     # that runs it, and its name there, another one for each run; empty: it waits
     engine: str = ""
     key: str = ""
-    # of the answer so far
-    tokens: list[int] = field(default_factory=list)
+    # of the answer so far; arrays, as millions of objects in lists would slow down all that Python collects
+    tokens: array[int] = field(default_factory=lambda: array("i"))
     logprobs: list[float] = field(default_factory=list)
     choices: list[Mapping[int, tuple[float, int]]] = field(default_factory=list)
     # [k] as in `Answer`
@@ -87,20 +92,20 @@ class Open:
     expected: float = 0.0
     asked_at: int = 0
 
-    def begin(self, engine: str, version: int) -> list[int]:
+    def begin(self, engine: str, version: int) -> array[int]:
         """It runs at an engine; [n] the tokens that it goes on behind."""
         if not self.is_resumable:
-            self.tokens, self.logprobs, self.choices, self.versions = [], [], [], []
+            self.tokens, self.logprobs, self.choices, self.versions = array("i"), [], [], []
         self.runs += 1
         self.engine, self.key = engine, f"{self.request}.{self.runs}"
         if not self.versions or self.versions[-1][1] != version:
             count = len(self.tokens)
             self.versions = [one for one in self.versions if one[0] < count] + [(count, version)]
-        return list(self.tokens)
+        return self.tokens[:]
 
     def extend(self, part: Part) -> None:
         """What came of it where it runs."""
-        self.tokens += part.tokens
+        self.tokens.extend(part.tokens)
         if part.logprobs:
             self.logprobs += part.logprobs
             self.choices += part.choices
@@ -203,12 +208,12 @@ def _problem(params: Any, tokens: Sequence[int]) -> str:
     return f"id {named}" if named is not None else f"prompt {hash(tuple(tokens))}"
 
 
-def _tokens(number: int, prompt: Sequence[int]) -> list[int]:
+def _tokens(number: int, prompt: Sequence[int]) -> array[int]:
     """[P] token ids of a prompt, each in the range that engines know."""
     if isinstance(prompt, (list, tuple)) and prompt and type(prompt[0]) is int:
         many = np.asarray(prompt)  # a batch has millions of them
         if many.dtype == np.int64 and many.min() >= 0 and many.max() < _MOST_TOKEN:
-            return many.tolist()
+            return array("i", many.astype(np.intc).tobytes())
     try:
         found = [int(operator.index(token)) for token in prompt]
     except TypeError:
@@ -224,4 +229,4 @@ def _tokens(number: int, prompt: Sequence[int]) -> list[int]:
             f"prompt {number} holds {shown(wrong)}, outside 0 to {_MOST_TOKEN - 1}",
             "give the tokenizer's ids, without padding",
         )
-    return found
+    return array("i", found)

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from vllm_specrollout.cluster.batch import Answer, GroupError, Open
+from vllm_specrollout.cluster.batch import Answer, BeginError, GroupError, Open
 from vllm_specrollout.cluster.ladder import Attach, Command, Copy, Engine, Move, Prices, Rules, decide
 from vllm_specrollout.cluster.reports import Given, Part, Report, Wanted
 from vllm_specrollout.errors import SpecRolloutError
@@ -284,9 +284,10 @@ class Driver:
         self.check_any()
         if behind := self._behind():
             count = sum(one.version == BEHIND for one in self.engines.values())
-            cause = f"{count} of {len(self.engines)} engines could not follow: {behind}"
-            logger.warning("Spec rollout: %s", cause)
-            raise GroupError(cause, "they get no request until they can follow the next change")
+            raise GroupError(
+                f"{count} of {len(self.engines)} engines could not follow: {behind}",
+                "they get no request until they can follow the next change",
+            )
 
     def hold(self) -> None:
         """From now on nobody gets anything, until `is_held` is false again."""
@@ -355,8 +356,12 @@ class Driver:
         wanted, one = self.wanted, self.engines[name]
         try:
             version, one.places, one.host = await self._lines.call(name, "admit", wanted)
+        except BeginError as error:
+            one.version = None  # another life would not begin either
+            raise EngineLost(error.cause) from None
         except SpecRolloutError as error:
             version, self.reasons[name] = BEHIND, error.cause
+            logger.warning("Spec rollout: %s gets no request, as it cannot follow the group: %s", name, error.cause)
         if wanted == self.wanted:  # else the group went on while it loaded
             one.version = version
         self._heard[name] = self._clock()

@@ -157,9 +157,12 @@ class Transfer:
             GroupError: all failed, or one did before any weights came.
         """
 
+        # the trainer may come late to where they meet; vLLM has a limit for that
+        patience_s = self._driver.patience_s if ends else None
+
         async def ask(name: str, kwargs: Mapping[str, Any]) -> str:
             try:
-                await asyncio.wait_for(self._lines.call(name, "transfer", method, kwargs), self._driver.patience_s)
+                await asyncio.wait_for(self._lines.call(name, "transfer", method, kwargs), patience_s)
                 return ""
             except EngineLost as error:
                 wrong = str(error)

@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import os
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from vllm_specrollout.cluster.leftovers import note_shared
 from vllm_specrollout.cluster.reports import Given, Part, Report, Wanted
 from vllm_specrollout.config import envs
 from vllm_specrollout.config.resuming import resumed
@@ -40,7 +42,7 @@ class _Generating:
     """A run: what came of it and was not told yet."""
 
     task: asyncio.Task[None]
-    tokens: list[int] = field(default_factory=list)
+    tokens: array[int] = field(default_factory=lambda: array("i"))
     logprobs: list[float] = field(default_factory=list)
     choices: list[dict[int, tuple[float, int]]] = field(default_factory=list)
     steps: int = 0
@@ -75,6 +77,7 @@ class Replica:
             # in an actor, vLLM would place ranks by Ray, which has given the devices to this one
             given.setdefault("distributed_executor_backend", "mp")
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**given))
+        note_shared()
 
     async def admit(self, wanted: Wanted) -> tuple[int, int]:
         """Get to where the group is: (version, requests that it runs at once). What runs is of no use any more.
@@ -149,7 +152,7 @@ class Replica:
                 reason, text = own.reason, own.text
                 parts[key] = Part(own.tokens, own.logprobs, own.steps, own.finish, reason, text, own.choices)
                 most, has_filled = max(most, own.steps), has_filled or own.is_new
-                own.tokens, own.logprobs, own.choices, own.steps, own.is_new = [], [], [], 0, False
+                own.tokens, own.logprobs, own.choices, own.steps, own.is_new = array("i"), [], [], 0, False
             if own.finish:
                 del self._live[key]
         if is_whole and most and self._changed_at <= self._told_at:
@@ -191,7 +194,7 @@ class Replica:
                 one = output.outputs[0]
                 live.steps += 1
                 answer += one.token_ids
-                live.tokens += one.token_ids
+                live.tokens.extend(one.token_ids)
                 if one.logprobs is not None:
                     _tell(live, one, all_of=params.logprobs != 0)
                 if output.finished:

@@ -51,7 +51,7 @@ class AnswerRing(Listener):
         if ending.status is FinishReason.ABORTED or not len(ending.token_ids):
             return
         token_ids = np.concatenate([ending.prompt_ids, ending.token_ids]).astype(np.int32)
-        key = _digest(token_ids)
+        key = digest_of(token_ids)
         if key in self._kept:  # sampled again, it is as new as its newest copy, and was seen as often
             self.num_tokens -= len(self._kept.pop(key).token_ids)
         self._kept[key] = KeptAnswer(token_ids, len(ending.prompt_ids), ending.weights_version)
@@ -92,8 +92,9 @@ class AnswerRing(Listener):
 
 def is_held_out(token_ids: IntArray) -> bool:
     """Whether an answer, [n] int32 with its prompt, judges what was learned of the others: always the same tenth."""
-    return int.from_bytes(_digest(token_ids)[:4], "little") % _HELD_OUT == 0
+    return int.from_bytes(digest_of(token_ids)[:4], "little") % _HELD_OUT == 0
 
 
-def _digest(token_ids: IntArray) -> bytes:
+def digest_of(token_ids: IntArray) -> bytes:
+    """What an answer, [n] int32 with its prompt, is known by in every process."""
     return hashlib.blake2b(np.ascontiguousarray(token_ids, dtype="<i4").tobytes(), digest_size=16).digest()

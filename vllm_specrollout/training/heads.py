@@ -1,8 +1,8 @@
 """Heads of both kinds: made for a target, loaded, and saved as vLLM loads them.
 
-What belongs here: how a head's shape follows from its target's, and the EAGLE head (arXiv 2401.15077) with its
-objective. EAGLE-3 heads and theirs are the `speculators` library's (arXiv 2503.01840: training-time test). It has no
-EAGLE head, but its losses, alignment and masks serve there too. The library is imported when a head is made.
+What belongs here: how a head's shape follows from its target's, the EAGLE head (arXiv 2401.15077), and both kinds
+unrolled level by level (training-time test, arXiv 2503.01840). EAGLE-3 heads are the `speculators` library's, which has
+no EAGLE head. The library is imported when a head is made.
 """
 
 from __future__ import annotations
@@ -10,24 +10,39 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch.nn import functional
 
 from vllm_specrollout.errors import ConfigError, UnsupportedError
-
-from .buffer import Source
 
 _FILE = "model.safetensors"
 _OWN_LAYERS = {"eagle3": ("llama", "qwen3"), "eagle": ("llama",)}
 """Targets whose own kind of layer a head takes over; for all others it takes Llama's. vLLM's EAGLE heads always do."""
 _SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 _KEPT = (*_SHAPE, "rms_norm_eps", "max_position_embeddings", "rope_parameters", "hidden_act", "pad_token_id")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Whose hidden states a head takes."""
+
+    # the target, as the engine was given it
+    target: str
+    # vLLM's ids of the layers whose inputs an EAGLE-3 head takes
+    layers: tuple[int, ...]
+    hidden_size: int
+
+
+def layers_of(depth: int) -> tuple[int, ...]:
+    """Low, middle and high layers, as EAGLE-3 takes them; shallow models have fewer than three."""
+    wanted = (2, depth // 2, depth - 3) if depth > 6 else (1, depth // 2, depth - 1)
+    return tuple(sorted({max(layer, 0) for layer in wanted}))
 
 
 def require_speculators() -> Any:
@@ -100,7 +115,7 @@ def load_head(folder: Path, source: Source) -> Any:
     speculators = require_speculators()
     try:
         config = speculators.Eagle3SpeculatorConfig.from_pretrained(str(folder))
-        config.transformer_layer_config._attn_implementation = attention()
+        config.transformer_layer_config._attn_implementation = "sdpa"
         head = speculators.Eagle3DraftModel.from_pretrained(str(folder), config=config, dtype=torch.float32)
         head.load_verifier_weights()
     except (OSError, KeyError, ValueError) as error:
@@ -110,7 +125,7 @@ def load_head(folder: Path, source: Source) -> Any:
         raise ConfigError(
             f"the head in `{folder}` takes {taken[1]} values each of layers {list(taken[0])}, the hidden states are"
             f" {source.hidden_size} of {list(source.layers)}",
-            "collect with these layers (`collect.layers`), or train a new head",
+            "train a new head",
         )
     return _ready(head)
 
@@ -141,19 +156,18 @@ class EagleHead(torch.nn.Module):
     """One Llama layer over the token and the target's last hidden state before it.
 
     It drafts with the target's embedding and output head, and is trained to say what the target says, and to have the
-    hidden states that the target has. Its `forward` is that of `speculators`' EAGLE-3 head.
+    hidden states that the target has.
 
     Args:
         config: `LlamaConfig` of the layer.
         embedding, output_head: [vocab, hidden] the target's; they are not trained, and not saved.
-        feature_weight: weight of the distance to the target's hidden states beside the loss of the tokens.
     """
 
-    def __init__(self, config: Any, embedding: torch.Tensor, output_head: torch.Tensor, feature_weight: float) -> None:
+    def __init__(self, config: Any, embedding: torch.Tensor, output_head: torch.Tensor) -> None:
         from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
         super().__init__()
-        self.config, self.feature_weight = config, feature_weight
+        self.config = config
         self.fc = torch.nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         layer = LlamaDecoderLayer(config, 0)
         # the paper's head has none here, and vLLM runs none
@@ -163,59 +177,41 @@ class EagleHead(torch.nn.Module):
         self.register_buffer("embedding", embedding.float(), persistent=False)
         self.register_buffer("output_head", output_head.float(), persistent=False)
 
-    def forward(
-        self,
-        *,
-        hidden_states: torch.Tensor,
-        input_ids: torch.Tensor,
-        document_ids: torch.Tensor,
-        loss_mask: torch.Tensor,
-        position_ids: torch.Tensor,
-        verifier_last_hidden_states: torch.Tensor,
-        ttt_steps: int,
-        ttt_step_loss_decay: float,
-        loss_config: Any,
-    ) -> tuple[list[torch.Tensor], torch.Tensor, dict[str, torch.Tensor]]:
-        """(each level's greedy drafts [1, T], the loss, its parts); arguments as in `Batch`, but for
-        `hidden_states` [1, T, hidden], which are the target's last ones, of the token before each place.
-        """
-        from speculators.models.eagle3.attention import extend_dense_mask_for_draft_tokens
-        from speculators.models.eagle3.metrics import compute_metrics
-        from transformers import DynamicCache
-
-        length = input_ids.shape[1]
-        mask, cache = _mask(document_ids[0]), DynamicCache()
-        with torch.no_grad():
-            targets = verifier_last_hidden_states @ self.output_head.T
-        loss, metrics, drafts = torch.zeros((), device=input_ids.device), {}, []
-        so_far = loss_mask.clone()
-        for level in range(ttt_steps):
-            # the answer's own tokens are fed, whatever was drafted
-            tokens = functional.pad(input_ids[:, level:], (0, level))
-            hidden_states = self.fc(torch.cat([self.embedding[tokens], hidden_states], dim=-1))
-            hidden_states = self.layers[0](
-                hidden_states,
-                attention_mask=mask,
-                past_key_values=cache,
-                position_embeddings=self.rotary_emb(hidden_states, position_ids + level),
-            )
-            logits = hidden_states @ self.output_head.T
-            own, found = compute_metrics(
-                logits, targets, loss_mask, so_far, level, ttt_step_loss_decay, loss_config=loss_config
-            )
-            features = _feature_loss(hidden_states, verifier_last_hidden_states, loss_mask, level)
-            loss = loss + own + self.feature_weight * ttt_step_loss_decay**level * features
-            metrics.update(found)
-            drafts.append(logits.argmax(dim=-1))
-            mask = extend_dense_mask_for_draft_tokens(mask, length)
-        return drafts, loss, metrics
+    def embed_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.embedding[tokens]
 
 
-def new_eagle(target: Path, source: Source, feature_weight: float) -> EagleHead:
+def new_eagle(target: Path, source: Source) -> EagleHead:
     """A head with random weights.
 
     Raises:
         ConfigError, UnsupportedError: as `new_head`.
+    """
+    shape = layer_config(target, source, _OWN_LAYERS["eagle"])
+    return EagleHead(shape, *target_ends(target))
+
+
+def load_eagle(folder: Path, target: Path, source: Source) -> EagleHead:
+    """A head that was saved before, to be trained further.
+
+    Raises:
+        ConfigError: there is none in the folder, or it is another target's.
+    """
+    head = new_eagle(target, source)
+    try:
+        head.load_state_dict({name: one.float() for name, one in load_file(folder / _FILE).items()})
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise ConfigError(
+            f"`{folder}` is no EAGLE head for `{target}`: {error}", "give a folder that `train-head` wrote"
+        ) from None
+    return head
+
+
+def target_ends(target: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """A target's embedding and output head, [vocab, hidden] float32 each.
+
+    Raises:
+        UnsupportedError: the library does not find them.
     """
     require_speculators()
     from speculators.utils.loading import load_model_layers
@@ -226,25 +222,8 @@ def new_eagle(target: Path, source: Source, feature_weight: float) -> EagleHead:
         raise UnsupportedError(
             f"embedding and output head of `{target}` are not found: {error}", "give a folder with its safetensors"
         ) from None
-    embedding = found["embed_tokens.weight"]
-    shape = layer_config(target, source, _OWN_LAYERS["eagle"])
-    return EagleHead(shape, embedding, found.get("lm_head.weight", embedding), feature_weight)
-
-
-def load_eagle(folder: Path, target: Path, source: Source, feature_weight: float) -> EagleHead:
-    """A head that was saved before, to be trained further.
-
-    Raises:
-        ConfigError: there is none in the folder, or it is another target's.
-    """
-    head = new_eagle(target, source, feature_weight)
-    try:
-        head.load_state_dict({name: one.float() for name, one in load_file(folder / _FILE).items()})
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise ConfigError(
-            f"`{folder}` is no EAGLE head for `{target}`: {error}", "give a folder that `train-head` wrote"
-        ) from None
-    return head
+    embedding = found["embed_tokens.weight"].float()
+    return embedding, found.get("lm_head.weight", embedding).float()
 
 
 def save_eagle(head: EagleHead, folder: Path, dtype: torch.dtype) -> None:
@@ -297,25 +276,68 @@ def layer_config(target: Path, source: Source, types: Sequence[str]) -> Any:
         shape.dtype = config.dtype
     shape.num_hidden_layers = 1
     shape.tie_word_embeddings = False
-    shape._attn_implementation = attention()
+    shape._attn_implementation = "sdpa"
     return shape
 
 
-def attention() -> str:
-    """On a GPU the library's kernel leaves masked blocks out; elsewhere torch's own attention is faster."""
-    return "simple_flex_attention" if torch.cuda.is_available() else "sdpa"
+def unrolled(
+    head: Any, tokens: torch.Tensor, before: torch.Tensor, positions: torch.Tensor, num_levels: int
+) -> Iterator[torch.Tensor]:
+    """What a head makes of some rows, level by level, fed with the answer's own tokens (training-time test).
+
+    A row attends to the rows before it, at the first level, and to itself at each.
+
+    Args:
+        tokens: [B, W + num_levels - 1] int64; level k is fed those from place k on.
+        before: [B, W, layers + 1, width] the target's hidden states of the token before each row.
+        positions: [B, W] int64.
+
+    Yields:
+        [B, W, width]: level k's is of the token at place k + 1 behind a row; `logits_of` reads it.
+    """
+    from transformers import DynamicCache
+
+    is_eagle, width = isinstance(head, EagleHead), positions.shape[1]
+    hidden = before[:, :, -1] if is_eagle else _fused(head, before[:, :, :-1].flatten(2))
+    mask = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril()[None, None]
+    own = torch.eye(width, dtype=torch.bool, device=tokens.device)[None, None]
+    cache = DynamicCache()
+    for level in range(num_levels):
+        row = torch.cat([head.embed_tokens(tokens[:, level : level + width]), hidden], dim=-1)
+        if is_eagle:
+            row = head.fc(row)
+        hidden = row
+        for layer in head.layers:
+            hidden = layer(
+                hidden,
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=True,
+                position_embeddings=head.rotary_emb(row, positions + level),
+            )
+        if not is_eagle and head.config.norm_output:
+            hidden = head.norm(hidden)
+        yield hidden
+        mask = torch.cat([mask, own], dim=-1)
 
 
-def _mask(document_ids: torch.Tensor) -> torch.Tensor:
-    """[1, 1, T, T] bool: a place attends to its example's places up to itself."""
-    places = torch.arange(len(document_ids), device=document_ids.device)
-    is_before = places[:, None] >= places[None, :]
-    return (is_before & (document_ids[:, None] == document_ids[None, :]))[None, None]
+def logits_of(head: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """[..., draft vocabulary] of what `unrolled` yields."""
+    if isinstance(head, EagleHead):
+        return hidden @ head.output_head.T
+    return head.lm_head(hidden if head.config.norm_output else head.norm(hidden))
 
 
-def _feature_loss(hidden: torch.Tensor, of_target: torch.Tensor, loss_mask: torch.Tensor, level: int) -> torch.Tensor:
-    """Smooth L1 distance per value, over the places that count."""
-    length = hidden.shape[1] - level
-    counts = loss_mask[:, level:]
-    distance = functional.smooth_l1_loss(hidden[:, :length], of_target[:, level:], reduction="none").mean(dim=-1)
-    return (distance * counts).sum() / counts.sum().clamp(min=1)
+def drafted_tokens(head: Any) -> torch.Tensor | None:
+    """[vocabulary] bool: which tokens a head can draft; None: all."""
+    return None if isinstance(head, EagleHead) else head.t2d
+
+
+def _fused(head: Any, layers: torch.Tensor) -> torch.Tensor:
+    """[B, W, width]: the hidden states of several layers, [B, W, layers * width], made one."""
+    if head.input_norm is not None:
+        layers = head.input_norm(layers)
+    if head.fc_norm is not None:
+        parts = zip(head.fc_norm, layers.chunk(len(head.fc_norm), dim=-1), strict=True)
+        layers = torch.cat([norm(part) for norm, part in parts], dim=-1)
+    return head.fc(layers)

@@ -111,14 +111,14 @@ class Tap:
             return
         rows = torch.cat([torch.arange(begin, end) for _, begin, end in kept]).to(hidden.device)
         self.sink.send(
-            [_part(name, wanted[name]) for name, *_ in kept],
+            [
+                RowsPart(name, one.begin, len(one.token_ids), one.total, one.mark["prompt_tokens"], version)
+                for name, *_ in kept
+                for one in (wanted[name],)
+            ],
             np.concatenate([wanted[name].token_ids for name, *_ in kept]),
             torch.stack([column[rows] for column in (*(layers or ()), hidden)], dim=1),
         )
-
-
-def _part(name: str, one: WantedRows) -> RowsPart:
-    return RowsPart(name, one.begin, len(one.token_ids), one.total, one.mark["prompt_tokens"], one.mark["version"])
 
 
 def answers_for(runner: Any, address: str, most_tokens: int) -> dict[str, Any]:

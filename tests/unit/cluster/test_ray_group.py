@@ -23,6 +23,7 @@ from vllm_specrollout.cluster import GroupError, SpecGroup
 from vllm_specrollout.cluster.profiles import DrafterProfile
 from vllm_specrollout.cluster.rates import AffineTime
 from vllm_specrollout.cluster.ray import group as module
+from vllm_specrollout.config.devices import shares
 from vllm_specrollout.errors import ConfigError
 
 
@@ -206,6 +207,13 @@ def test_devices_are_what_an_engines_process_sees(group: SpecGroup) -> None:
     assert {one["OMP_NUM_THREADS"] for one in seen} == {"1"}
 
 
+def test_engines_without_devices_share_the_cores_of_their_host(group: SpecGroup) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    with SpecGroup("model", engines=2, cpus=0.1) as shared:
+        seen = sorted(own[0]["VLLM_CPU_OMP_THREADS_BIND"] for own in shared.collective_rpc("env"))
+    assert seen == sorted(",".join(map(str, own.numbers)) for own in shares(cores, 2))
+
+
 @pytest.mark.parametrize(
     ("given", "what"),
     [
@@ -285,10 +293,10 @@ def _waits(group: SpecGroup, errors: list[str]) -> None:
 
 
 def test_a_group_that_ray_has_no_place_for_says_what_is_missing(group: SpecGroup) -> None:
-    with pytest.raises(GroupError, match="needs 5000 CPU and 0 GPU of Ray, which has .* free"):
-        SpecGroup("model", engines=1, cpus=5000.0, start_s=1.0)
+    with pytest.raises(ConfigError, match="needs 5000 CPU and 0 GPU of Ray, which has .* in all"):
+        SpecGroup("model", engines=1, cpus=5000.0)
 
 
 def test_a_group_whose_engine_refuses_its_model_says_why(group: SpecGroup) -> None:
     with pytest.raises(GroupError, match="no such model"):
-        SpecGroup("model", engines=1, engine={"refuses": True}, max_restarts=0, cpus=0.1)
+        SpecGroup("model", engines=1, engine={"refuses": True}, cpus=0.1)

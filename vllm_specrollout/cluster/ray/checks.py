@@ -11,24 +11,15 @@ from vllm_specrollout.config.devices import Devices, check_apart, parse_devices
 from vllm_specrollout.errors import ConfigError
 
 
-def check_places(
-    devices: Sequence[str] | None, drafter_devices: Sequence[str] | None, engines: int
-) -> tuple[list[Devices] | None, list[Devices] | None]:
-    """Of each engine, and of each one's drafter."""
-    places, beside = _places("devices", devices, engines), _places("drafter_devices", drafter_devices, engines)
-    if beside is not None and places is None:
-        raise ConfigError("`drafter_devices` is given, and `devices` is not", "name both, or neither")
-    check_apart("devices", [*(places or ()), *(beside or ())])
-    return places, beside
-
-
-def _places(name: str, devices: Sequence[str] | None, engines: int) -> list[Devices] | None:
+def check_places(devices: Sequence[str] | None, engines: int) -> list[Devices] | None:
     """Of each engine."""
     if devices is None:
         return None
     if len(devices) != engines:
-        raise ConfigError(f"`{name}` names {len(devices)} places for {engines} engines", "name one for each")
-    return [parse_devices(name, one) for one in devices]
+        raise ConfigError(f"`devices` names {len(devices)} places for {engines} engines", "name one for each")
+    places = [parse_devices("devices", one) for one in devices]
+    check_apart("devices", places)
+    return places
 
 
 def check_group(

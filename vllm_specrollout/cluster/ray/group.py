@@ -20,13 +20,14 @@ import ray
 from vllm_specrollout.cluster.batch import Answer, GroupError, RequestChecker
 from vllm_specrollout.cluster.driver import BEHIND, Driver, EngineLost
 from vllm_specrollout.cluster.ladder import Rules
-from vllm_specrollout.cluster.lending import BEAT_S, Ask, Lending
+from vllm_specrollout.cluster.lending import BEAT_S, Ask, Lending, Warm
 from vllm_specrollout.cluster.planner import choose_ladder
 from vllm_specrollout.cluster.profiles import DrafterProfile
 from vllm_specrollout.cluster.ray.calls import Calls
 from vllm_specrollout.cluster.ray.checks import check_group, check_places
 from vllm_specrollout.cluster.ray.placement import Needs, Placement
 from vllm_specrollout.cluster.transfer import Transfer
+from vllm_specrollout.config.arguments import check_engine, check_name
 from vllm_specrollout.config.checks import check_range
 
 logger = logging.getLogger("vllm.specrollout")
@@ -55,7 +56,6 @@ class SpecGroup:
         spec_rollout: drafting, as `LLM` takes it.
         devices: of each engine, as `["cuda:0,1", "cuda:2,3"]` or `["cpu:0-3", "cpu:4-7"]`; unset: Ray's to choose where
             it has GPUs, and equal shares of the cores where it has none.
-        drafter_devices: of each engine's drafter; unset: the engine's cores, or one more GPU of Ray's.
         gpus, cpus: of each engine that Ray counts; `gpus` unset: one for each rank where Ray has GPUs.
         drafter_engine: arguments of the drafters' engines.
         most: requests of others that one engine helps with.
@@ -79,7 +79,6 @@ class SpecGroup:
         engine: Mapping[str, Any] | None = None,
         spec_rollout: bool | Mapping[str, Any] = True,
         devices: Sequence[str] | None = None,
-        drafter_devices: Sequence[str] | None = None,
         gpus: float | None = None,
         cpus: float = 1.0,
         drafter_engine: Mapping[str, Any] | None = None,
@@ -94,14 +93,17 @@ class SpecGroup:
         check_group(engines, ladder, models, spec_rollout, most, is_auto=is_auto)
         for name, value in (("patience_s", patience_s), ("start_s", start_s)):
             check_range(name, value, 1.0, 86400.0)
-        places, beside = check_places(devices, drafter_devices, engines)
-        has_drafters = is_auto or bool(models)
-        if has_drafters:
+        places = check_places(devices, engines)
+        if is_auto or models:
             # an engine takes no drafters otherwise
             given = dict(spec_rollout) if isinstance(spec_rollout, Mapping) else {}
             spec_rollout = {"placement": "decoupled"} | given
         arguments = {**(engine or {}), "model": model, "spec_rollout": spec_rollout}
-        needs = Needs(REPLICA, arguments, engines, has_drafters, places, beside, gpus, cpus, max_restarts)
+        check_engine(arguments)
+        check_engine(drafter_engine or {}, "drafter_engine")
+        for i, one in enumerate((model, *models)):
+            check_name(one, "drafters" if i else "model")
+        needs = Needs(REPLICA, arguments, (model, *models), engines, places, gpus, cpus, max_restarts)
         self._asking, self._drafter_engine, self._ranks = RequestChecker(seed), drafter_engine or {}, needs.ranks
         self._placement = Placement(needs)
         self._turn = asyncio.Lock()
@@ -133,8 +135,8 @@ class SpecGroup:
             driver.rules = Rules(ladder, driver.rules.most)
         if models:
             self._lending = Lending({}, most=driver.rules.most)
-            for i, (name, beside) in enumerate(self._placement.drafters.items()):
-                warm = models[i % len(models)], list(beside), dict(self._drafter_engine)
+            for i, name in enumerate(self._placement.actors):
+                warm: Warm = (models[i % len(models)], [], dict(self._drafter_engine))  # on its own devices
                 self._lending.add({name: self._asking_of(name)}, warm)
             self._helping = asyncio.ensure_future(self._help(self._lending))
 
@@ -305,7 +307,7 @@ class SpecGroup:
         if driver.wanted.asleep:
             raise GroupError("the group sleeps", "call `wake` before it is to answer")
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        encoded = iter((await self._ask("encode", texts))[0] if texts else ())
+        encoded = iter((await self._ask("encode", texts, most=1))[0] if texts else ())
         ended: asyncio.Queue[tuple[str, Answer | GroupError]] = asyncio.Queue()
         tokens = [next(encoded) if isinstance(one, str) else one for one in prompts]
         async with self._turn:  # reports are heard while a large batch is looked through
@@ -323,8 +325,8 @@ class SpecGroup:
         finally:
             driver.drop(places)  # after an error, or given up: what runs is of no use
 
-    async def _ask(self, method: str, *args: Any) -> list[Any]:
-        """What each engine that is up answers. One that has died since is asked in its next life, the next time."""
+    async def _ask(self, method: str, *args: Any, most: int | None = None) -> list[Any]:
+        """What each engine that is up answers, or so many of them. One that has died since is asked the next time."""
 
         async def ask(name: str) -> list[Any]:
             with suppress(EngineLost):
@@ -332,7 +334,7 @@ class SpecGroup:
             return []
 
         up = [name for name, one in self._driver.engines.items() if one.version is not None]
-        found = [one for own in await asyncio.gather(*map(ask, up)) for one in own]
+        found = [one for own in await asyncio.gather(*map(ask, up[:most])) for one in own]
         if not found:
             raise GroupError("no engine is up", "ask again once one is: `status` says when")
         return found

@@ -13,7 +13,6 @@ from vllm_specrollout.bench.studies.tlt import (
     speed_ups,
 )
 
-
 INPUTS = Table4Inputs()
 FREE = ("request", "row", "row_beyond_knee", "draft_request")
 CYCLES = run_cycles(CyclesInputs(), 0)

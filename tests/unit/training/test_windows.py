@@ -1,0 +1,158 @@
+"""Which rows share a step: every row of an answer as often as the next, none of the held-out ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_specrollout.training.answers import is_held_out
+from vllm_specrollout.training.rows import Rows
+from vllm_specrollout.training.windows import CONTEXT, Windows, batch_of, counted_rows, whole
+
+LAYERS, WIDTH = 2, 3
+
+
+def answer(length: int, prompt_tokens: int, number: int, version: int = 1) -> Rows:
+    """Row i holds 1000 * number + i, its last state half more; its token is 100 * number + i."""
+    rows = 1000.0 * number + torch.arange(length, dtype=torch.float32)
+    hidden = rows[:, None, None].repeat(1, LAYERS + 1, WIDTH)
+    hidden[:, -1] += 0.5
+    return Rows((torch.arange(length) + 100 * number).int(), prompt_tokens, version, hidden)
+
+
+def answers_that(judge: bool, count: int, length: int = 90, version: int = 1) -> list[Rows]:
+    made = (answer(length, 10, number, version) for number in range(1, 10_000))
+    return list(islice((one for one in made if is_held_out(one.token_ids.numpy()) == judge), count))
+
+
+def drawn(windows: Windows, batch_rows: int = 128) -> Counter[tuple[int, int]]:
+    """(answer's first token, row) -> how often it counted, until nothing is left."""
+    times: Counter[tuple[int, int]] = Counter()
+    while chosen := windows.draw(batch_rows):
+        for one in chosen:
+            times.update((int(one.answer.token_ids[0]), row) for row in range(one.counts, one.end))
+    return times
+
+
+@given(st.lists(st.tuples(st.integers(2, 900), st.integers(0, 60)), min_size=1, max_size=6), st.integers(64, 512))
+def test_each_row_of_each_answer_counts_three_times_the_tail_as_well(shapes, width):
+    windows = Windows(width, 3, seed=0)
+    kept = [answer(length, min(prompt, length - 1), i + 1) for i, (length, prompt) in enumerate(shapes)]
+    for one in kept:
+        windows.add(one)
+    trained = [one for one in kept if counted_rows(one) and not is_held_out(one.token_ids.numpy())]
+    expected = {(int(one.token_ids[0]), row): 3 for one in trained for row in counted_rows(one)}
+    assert dict(drawn(windows)) == expected
+    assert windows.draw(64) == []
+
+
+def test_an_answer_of_six_thousand_tokens_counts_to_its_end():
+    windows = Windows(64, 1, seed=0)
+    (long,) = answers_that(False, 1, length=6000)
+    assert windows.add(long)
+    times = drawn(windows)
+    assert max(row for _, row in times) == 5998 and len(times) == 5989
+
+
+@given(st.integers(64, 512), st.integers(0, 99))
+def test_no_window_is_wider_than_asked_and_each_begins_with_context(width, seed):
+    windows = Windows(width, 3, seed)
+    for one in answers_that(False, 3, length=700):
+        windows.add(one)
+    while chosen := windows.draw(256):
+        for one in chosen:
+            assert one.end - one.begin <= width
+            assert one.counts - one.begin == min(CONTEXT, one.counts - 1)
+
+
+def test_all_answers_are_gone_over_once_before_one_is_gone_over_again():
+    windows = Windows(64, 3, seed=0)
+    for one in answers_that(False, 4):
+        windows.add(one)
+    total = 4 * len(counted_rows(answers_that(False, 1)[0]))
+    seen: list[tuple[int, int]] = []
+    while len(seen) < total:
+        for one in windows.draw(1):
+            seen += [(int(one.answer.token_ids[0]), row) for row in range(one.counts, one.end)]
+    assert len(set(seen)) == total
+
+
+def test_a_tenth_judges_and_is_never_learned_from_and_only_the_newest_weights_judge():
+    windows = Windows(64, 3, seed=0)
+    judges = answers_that(True, 3)
+    for one in [*judges, *answers_that(False, 3)]:
+        windows.add(one)
+    assert {int(one.token_ids[0]) for one in windows.held_out()} == {int(one.token_ids[0]) for one in judges}
+    assert not {int(one.token_ids[0]) for one in judges} & {first for first, _ in drawn(windows)}
+    (newer,) = answers_that(True, 1, length=60, version=2)
+    windows.add(newer)
+    assert [one.version for one in windows.held_out()] == [2]
+
+
+def test_answers_of_the_weights_before_are_learned_from_and_older_ones_are_not():
+    windows = Windows(64, 3, seed=0)
+    for version, length in ((1, 50), (2, 60), (3, 70)):
+        for one in answers_that(False, 2, length=length, version=version):
+            windows.add(one)
+    counted = Counter(one.answer.version for one in iter_draws(windows))
+    assert set(counted) == {2, 3}
+
+
+def iter_draws(windows: Windows):
+    while chosen := windows.draw(64):
+        yield from chosen
+
+
+def test_the_order_is_the_seeds_and_goes_on_where_it_was_after_a_stop():
+    def run(stop_after: int | None) -> list[tuple[int, int]]:
+        windows, seen = Windows(64, 2, seed=5), []
+        kept = answers_that(False, 5)
+        for one in kept:
+            windows.add(one)
+        while chosen := windows.draw(100):
+            seen += [(int(one.answer.token_ids[0]), one.counts) for one in chosen]
+            if stop_after is not None and len(seen) > stop_after:
+                state, stop_after = windows.state_dict(), None
+                windows = Windows(64, 2, seed=99)
+                windows.load_state_dict(state)
+                for one in kept:
+                    windows.add(one)
+        return seen
+
+    assert run(None) == run(4) == run(9)
+
+
+def test_what_was_gone_over_before_a_stop_is_known_when_it_comes_again():
+    windows = Windows(64, 1, seed=0)
+    first, second = answers_that(False, 2)
+    windows.add(first)
+    assert drawn(windows)
+    again = Windows(64, 1, seed=0)
+    again.load_state_dict(windows.state_dict())
+    assert not again.add(first) and again.add(second)
+    assert {name for name, _ in drawn(again)} == {int(second.token_ids[0])}
+
+
+@given(st.lists(st.tuples(st.integers(3, 90), st.integers(0, 40)), min_size=1, max_size=4), st.integers(2, 10))
+def test_each_row_pairs_a_token_with_the_state_before_it_and_looks_as_far_ahead_as_there_are_levels(shapes, levels):
+    kept = [answer(length, min(prompt, length - 2), i + 1) for i, (length, prompt) in enumerate(shapes)]
+    chosen = whole(kept)
+    batch = batch_of(chosen, levels)
+    for i, window in enumerate(chosen):
+        number, length = int(window.answer.token_ids[0]) // 100, len(window.answer.token_ids)
+        for place in range(window.end - window.begin):
+            row = window.begin + place
+            assert batch.positions[i, place] == row and batch.before[i, place, 0, 0] == 1000 * number + row - 1
+            assert bool(batch.counts[i, place]) == (row in counted_rows(window.answer))
+            for level in range(min(levels, length - row)):
+                assert batch.tokens[i, place + level] == 100 * number + row + level
+                assert batch.last[i, place + level, 0] == 1000 * number + row + level + 0.5
+        assert batch.rest[i] == length - window.begin
