@@ -54,12 +54,11 @@ def train_head(
     """
     check_range("threads", threads, 0, 4096)
     _check_installed()
-    import torch
     from transformers import AutoConfig, AutoTokenizer
 
     from vllm_specrollout.server.head_rows import PrefillEngine
     from vllm_specrollout.training.answer_file import AnswerFile
-    from vllm_specrollout.training.run import HeadRun, TrainConfig
+    from vllm_specrollout.training.run import HeadRun, TrainConfig, set_threads
 
     config = TrainConfig(
         method=method, rate=rate, draft_vocab=draft_vocab, judge_rows=judge_rows, memory_gib=memory_gib
@@ -67,7 +66,7 @@ def train_head(
     learner = {"num_levels": levels, "width": window, "batch_rows": batch_rows, "passes": passes, "loss": loss}
     learner |= {"feature_weight": feature_weight, "dtype": dtype, "seed": seed}
     if threads:
-        torch.set_num_threads(threads)
+        set_threads(threads)
     shape = AutoConfig.from_pretrained(str(target))
     vocab_size = getattr(shape, "text_config", shape).vocab_size
 
@@ -78,7 +77,11 @@ def train_head(
 
     file, engine = AnswerFile(answers, encode, vocab_size), PrefillEngine()
     run = HeadRun(target, file, out, config, learner, engine, start=start)
-    _tell(out, start, _trained(run, is_quiet=json), is_json=json)
+    try:
+        trained = _trained(run, is_quiet=json)
+    finally:
+        engine.close()
+    _tell(out, start, trained, is_json=json)
 
 
 def _check_installed() -> None:

@@ -48,7 +48,7 @@ class TrainConfig:
     """`eagle3` only: tokens that a new head may draft, the most frequent ones; 0: all."""
     judge_rows: Annotated[int, Range(64, 1 << 30)] = 16384
     """Rows between two judgements. Each saves the run's state, and the head if it is the best so far."""
-    memory_gib: Annotated[float, Range(0.001, 4096.0)] = 4.0
+    memory_gib: Annotated[float, Range(0.0001, 4096.0)] = 4.0
     """Hidden states in memory at a time; with more answers, they are computed in turns."""
 
     def __post_init__(self) -> None:
@@ -246,6 +246,11 @@ class HeadRun:
         line |= {"met": [round(one, 4) for one in found.met], "seconds": round(seconds, 1)}
         with (self.out / METRICS).open("a", encoding="utf-8") as metrics:
             metrics.write(json.dumps(line) + "\n")
+
+
+def set_threads(count: int) -> None:
+    """Torch's."""
+    torch.set_num_threads(count)
 
 
 def _shape_of(target: Path, start: Path | None) -> tuple[tuple[int, ...], int]:
