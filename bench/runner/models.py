@@ -21,6 +21,8 @@ from .display import Display
 CACHE = Path.home() / ".cache" / "vllm-specrollout" / "models"
 """Folder of models, unless `--cache` names another folder."""
 DTYPES = ("bfloat16", "float32")
+DEPTH = 10
+"""Levels that the shipped models may draft; `auto` ends a draft earlier where a further level does not pay."""
 _RANDOM = {name: random_model.SHAPES[name] for name in ("3M", "150M", "400M")}
 BARE = {
     **MODELS,
@@ -65,20 +67,26 @@ def find_model(
     return _cached(cache / f"random-{wanted}-{dtype}-{key}", make), f"random weights, {wanted}"
 
 
-def shipped_drafters(target: Path, size: str | None, cache: Path) -> dict[str, dict[str, Any]]:
+def shipped_drafters(
+    target: Path, size: str | None, cache: Path, depths: tuple[int, ...] = (DEPTH,)
+) -> dict[str, dict[str, Any]]:
     """Name -> `speculative_config` of the models that draft for the project's policy.
 
     Args:
         target: the policy, inflated to the size if one is given; then the head is, too. The draft model, a quarter of
             the policy's own size, is there for that alone.
+        depths: levels that a model may draft; with several, the head is there in each, and the draft model is not.
     """
     head = HEAD
     if size is not None:
         key = _key([size], [*sorted(HEAD.glob("*.*")), target / "config.json", Path(inflate.__file__)])
         head = _cached(cache / f"head-{size}-{key}", lambda out: inflate.inflate_head(HEAD, target, out))
-    found = {"head": {"method": "eagle3", "model": str(head), "num_speculative_tokens": 4}}
+    own = {"method": "eagle3", "model": str(head)}
+    if len(depths) > 1:
+        return {f"head, {depth} levels": {**own, "num_speculative_tokens": depth} for depth in depths}
+    found = {"head": {**own, "num_speculative_tokens": depths[0]}}
     if size is None:
-        found["draft"] = {"method": "draft_model", "model": str(DRAFT), "num_speculative_tokens": 4}
+        found["draft"] = {"method": "draft_model", "model": str(DRAFT), "num_speculative_tokens": depths[0]}
     return found
 
 

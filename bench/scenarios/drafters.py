@@ -15,7 +15,7 @@ from vllm_specrollout.errors import ConfigError
 from ..policy.reward import problems
 from ..policy.tasks import Problem
 from ..runner.engines import PROMPT_LEN, STOCK, Engines, asking, run_round
-from ..runner.models import find_model, shipped_drafters
+from ..runner.models import DEPTH, find_model, shipped_drafters
 from ..runner.report import Found, Table, paired
 from ..runner.results import MET
 from ..runner.rows import Pair, Row, Run, make_row
@@ -72,6 +72,9 @@ class Drafters(EngineScenario):
     temperatures: tuple[float, ...] = flag(
         (1.0, 1.5), "Temperatures that match rates are measured at.", "--temperature", parse=cli_flags.temperatures
     )
+    depths: tuple[int, ...] = flag(
+        (DEPTH,), "Levels of the policy's own models; with several, its head in each.", "--depth", within=(1, 64)
+    )
     max_tokens: int = flag(256, "Tokens after which an answer is cut.", within=(2, 1 << 16))
     budget: str = flag("auto", "auto, fixed, or another budget's name.", choices=BUDGETS)
     rounds: int = flag(3, "Timed rounds; the medians are reported; 0: no speed.", within=(0, 1000))
@@ -81,7 +84,7 @@ class Drafters(EngineScenario):
         if not self.drafters and self.model is not None:
             raise ConfigError(
                 f"`--drafters` names no model that drafts for `{self.model}`",
-                'give one, as in \'{"head": {"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 4}}\'',
+                'give one, as in \'{"head": {"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 10}}\'',
             )
         for name, given in self.drafters.items():
             if not isinstance(given, dict) or "model" not in given:
@@ -103,7 +106,7 @@ class Drafters(EngineScenario):
 
     def measure(self, session: Session) -> Found:
         folder, title = find_model(self.model, self.size, self.dtype, self.cache, session.display, is_policy=True)
-        drafters = self.drafters or shipped_drafters(folder, self.size, self.cache)
+        drafters = self.drafters or shipped_drafters(folder, self.size, self.cache, self.depths)
         timed = len(_AS) * len(self.batches) * (self.rounds + 1) if self.rounds else 0
         report = session.display.steps(1 + len(drafters) * (2 + len(self.temperatures) + timed))
         shape = {"seqs": max(self.batches, default=32), "length": PROMPT_LEN + self.max_tokens, "width": 2 * PROMPT_LEN}

@@ -39,12 +39,12 @@ def write(path: Path, answers: list[KeptAnswer]) -> Path:
 
 @pytest.fixture
 def file(tmp_path) -> Path:
-    return write(tmp_path / "answers.jsonl", counting(40))
+    return write(tmp_path / "answers.jsonl", counting(24, 26))
 
 
 def run_of(target: Path, file: Path, out: Path, *, start: Path | None = None, **given: Any) -> HeadRun:
     learner = {name: given.pop(name) for name in ("num_levels", "seed") if name in given}
-    config = TrainConfig(**{"rate": 5e-3, "judge_rows": 1500, **given})
+    config = TrainConfig(**{"rate": 5e-3, "judge_rows": 1 << 20, **given})
     answers = AnswerFile(file, lambda text, begins: [], 24)
     return HeadRun(target, answers, out, config, {**LEARNER, **learner}, Prefilled(), start=start)
 
@@ -64,7 +64,7 @@ def killed_after(steps: int):
 @pytest.mark.parametrize("method", ["eagle3", "eagle"])
 def test_a_head_is_made_kept_and_trained_further(target, file, tmp_path, method):
     trained = run_of(target, file, tmp_path / "first", method=method).train()
-    assert trained.kept.accepted > trained.first.accepted and trained.answers == 40
+    assert trained.kept.accepted > trained.first.accepted and trained.answers == 24
     further = run_of(target, file, tmp_path / "second", method=method, start=tmp_path / "first", rate=0.0)
     assert further.learner.config.rate == 3e-4, "a head that was trained"
     # what was kept is what was judged, but for its dtype
@@ -80,11 +80,11 @@ def test_a_head_is_made_kept_and_trained_further(target, file, tmp_path, method)
 
 def test_a_run_that_was_killed_goes_on_with_the_answers_that_are_there_by_then(target, file, tmp_path):
     with pytest.raises(Killed):
-        run_of(target, file, tmp_path / "head").train(killed_after(20))
-    write(file, counting(30, first=40))
-    again = run_of(target, file, tmp_path / "head")
+        run_of(target, file, tmp_path / "head", judge_rows=400).train(killed_after(12))
+    write(file, counting(20, 26, first=24))
+    again = run_of(target, file, tmp_path / "head", judge_rows=400)
     began_at = again.learner.steps
-    assert 0 < began_at <= 20
+    assert 0 < began_at <= 12
     trained = again.train()
     unkilled = run_of(target, file, tmp_path / "whole").train()
     assert trained.rows == pytest.approx(unkilled.rows, rel=0.15), "each answer three times, and no more"
@@ -92,7 +92,7 @@ def test_a_run_that_was_killed_goes_on_with_the_answers_that_are_there_by_then(t
     lines = [json.loads(line) for line in (tmp_path / "head" / METRICS).read_text().splitlines()]
     assert lines[-1]["rows"] == trained.rows and lines[-1]["seconds"] >= lines[0]["seconds"]
     # nothing is left: a third start learns nothing more
-    assert run_of(target, file, tmp_path / "head").train().rows == trained.rows
+    assert run_of(target, file, tmp_path / "head", judge_rows=400).train().rows == trained.rows
 
 
 def test_what_a_rollout_adds_while_the_head_is_trained_is_learned_from(target, file, tmp_path):
@@ -101,22 +101,22 @@ def test_what_a_rollout_adds_while_the_head_is_trained_is_learned_from(target, f
 
     def rollout(learner: Any, loss: float) -> None:
         if learner.steps == 3:
-            added.append(write(file, counting(30, first=40)))
+            added.append(write(file, counting(20, 26, first=24)))
 
-    assert run.train(rollout).answers == 70 and len(added) == 1
+    assert run.train(rollout).answers == 44 and len(added) == 1
 
 
 def test_with_little_memory_answers_are_computed_in_turns_and_each_is_used(target, file, tmp_path):
-    run = run_of(target, file, tmp_path / "head", memory_gib=0.001)
-    rows = int(0.001 * (1 << 30) / (4 * 3 * HIDDEN))
-    write(file, counting(200, first=40))
+    run = run_of(target, file, tmp_path / "head", memory_gib=0.0001)
+    rows = int(0.0001 * (1 << 30) / (4 * 3 * HIDDEN))
+    write(file, counting(60, 26, first=24))
     trained = run.train()
-    assert trained.answers == 240 and len(run._prefill.asked) > 1
-    assert max(run._prefill.asked) <= -(-rows // 40)
+    assert trained.answers == 84 and len(run._prefill.asked) > 1
+    assert max(run._prefill.asked) <= -(-rows // 26)
 
 
 def test_the_head_that_is_kept_is_the_best_one_and_not_the_last(target, file, tmp_path, monkeypatch):
-    run = run_of(target, file, tmp_path / "head")
+    run = run_of(target, file, tmp_path / "head", judge_rows=400)
     judged = iter([0.2, 0.9, 0.5, 0.4, *[0.3] * 50])
     monkeypatch.setattr(run.learner, "judge", lambda: HeadJudgement((next(judged), 0.0), 1.0, 100))
     trained = run.train()
@@ -154,7 +154,7 @@ def test_what_cannot_go_on_is_refused_with_the_way_out(target, file, tmp_path):
     empty.touch()
     with pytest.raises(UnsupportedError, match="the file holds no answer"):
         run_of(target, empty, tmp_path / "other")
-    few = write(tmp_path / "few.jsonl", counting(1))
+    few = write(tmp_path / "few.jsonl", counting(1, 26))
     with pytest.raises(UnsupportedError, match="none of 1 answers is held out to judge by"):
         run_of(target, few, tmp_path / "other").train()
     with pytest.raises(ConfigError, match="is no model"):

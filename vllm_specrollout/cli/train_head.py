@@ -78,7 +78,11 @@ def train_head(
 
     file, engine = AnswerFile(answers, encode, vocab_size), PrefillEngine()
     run = HeadRun(target, file, out, config, learner, engine, start=start)
-    _tell(out, start, _trained(run, is_quiet=json), is_json=json)
+    try:
+        trained = _trained(run, is_quiet=json)
+    finally:
+        engine.close()
+    _tell(out, start, trained, is_json=json)
 
 
 def _check_installed() -> None:

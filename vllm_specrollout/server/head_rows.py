@@ -28,10 +28,11 @@ class PrefillEngine:
 
     Args:
         memory: share of a GPU's memory that the engine takes; the head is trained beside it.
+        given: further arguments of the `LLM`.
     """
 
-    def __init__(self, memory: float = 0.5) -> None:
-        self._memory = memory
+    def __init__(self, memory: float = 0.5, **given: Any) -> None:
+        self._given = {"gpu_memory_utilization": memory, **given}
         self._llm: Any = None
         self._length = 0
         self._parts = _Parts()
@@ -51,12 +52,16 @@ class PrefillEngine:
             for missing in [ids for ids in some if ids not in found]:
                 # in one pass with others, parts could not be told apart
                 found |= self._compute([missing])
+            if len(found) < len(some):
+                raise RuntimeError(f"vLLM's passes held the rows of {len(found)} of {len(some)} answers")
             for ids, hidden in found.items():
                 answer = some[ids]
                 tokens = torch.tensor(ids, dtype=torch.int32)
                 yield Rows(tokens, min(answer.prompt_tokens, len(ids)), answer.version, hidden)
 
     def close(self) -> None:
+        if self._llm is not None:
+            self._llm.llm_engine.engine_core.shutdown()
         self._llm = None
 
     def _start(self, target: Path, layers: tuple[int, ...], length: int) -> None:
@@ -68,7 +73,7 @@ class PrefillEngine:
         from vllm import LLM
         from vllm.model_executor.models.interfaces import supports_eagle3
 
-        self._llm = None
+        self.close()
         config = AutoConfig.from_pretrained(str(target))
         most = getattr(getattr(config, "text_config", config), "max_position_embeddings", length)
         # room for longer answers than are there yet
@@ -78,7 +83,7 @@ class PrefillEngine:
             max_model_len=self._length,
             enforce_eager=True,
             enable_prefix_caching=False,
-            gpu_memory_utilization=self._memory,
+            **self._given,
         )
 
         def put(model: Any) -> None:

@@ -29,8 +29,8 @@ NEW_RATE, TRAINED_RATE = 1e-3, 3e-4
 _WARM = 20
 SHARPNESS = (1.0, 2.0, 4.0, 8.0)
 """Of drafts, tried by a judgement: an engine learns it, and a head that is unsure while it learns needs another one."""
-_JUDGED = 16
-"""Answers that are judged at a time."""
+_JUDGED = 1024
+"""Rows that are judged at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,8 +132,8 @@ class Learner:
     def judge(self, answers: Sequence[Rows] | None = None) -> HeadJudgement:
         """What the head is worth on these answers, or on those held out."""
         levels = self.config.num_levels
-        windows = sorted(whole(self.windows.held_out() if answers is None else answers), key=lambda one: one.end)
-        parts = [windows[begin : begin + _JUDGED] for begin in range(0, len(windows), _JUDGED)]
+        windows = whole(self.windows.held_out() if answers is None else answers)
+        parts = _parts_of(windows)
         met, sharp = torch.zeros(levels, dtype=torch.float64), 1.0
         self.head.eval()
         if parts:
@@ -207,6 +207,16 @@ class Learner:
 
     def _unrolled(self, batch: WindowBatch, num_levels: int) -> Iterator[torch.Tensor]:
         return unrolled(self.head, batch.tokens, batch.before, batch.positions, num_levels)
+
+
+def _parts_of(windows: Sequence[Window]) -> list[list[Window]]:
+    """Windows of about equal lengths share a part."""
+    parts: list[list[Window]] = []
+    for one in sorted(windows, key=lambda one: one.end - one.begin):
+        if not parts or (len(parts[-1]) + 1) * (one.end - one.begin) > _JUDGED:
+            parts.append([])
+        parts[-1].append(one)
+    return parts
 
 
 def _inside(batch: WindowBatch, level: int) -> torch.Tensor:

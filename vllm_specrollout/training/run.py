@@ -48,7 +48,7 @@ class TrainConfig:
     """`eagle3` only: tokens that a new head may draft, the most frequent ones; 0: all."""
     judge_rows: Annotated[int, Range(64, 1 << 30)] = 16384
     """Rows between two judgements. Each saves the run's state, and the head if it is the best so far."""
-    memory_gib: Annotated[float, Range(0.001, 4096.0)] = 4.0
+    memory_gib: Annotated[float, Range(0.0001, 4096.0)] = 4.0
     """Hidden states in memory at a time; with more answers, they are computed in turns."""
     threads: Annotated[int, Range(0, 4096)] = 0
     """Of torch; 0: as many as it takes by itself."""

@@ -21,6 +21,8 @@ from .rows import Rows
 
 CONTEXT = 16
 """Rows before a window that are fed and do not count."""
+_WIDEST = 512
+"""Rows of a window that judge; the next one has as many for context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +161,13 @@ class Windows:
 
 
 def whole(answers: Iterable[Rows]) -> list[Window]:
-    """Each answer as one window."""
-    rows = [(one, counted_rows(one)) for one in answers]
-    return [Window(one, 1, counted.start, counted.stop) for one, counted in rows if counted]
+    """Each answer as one window with the end of its prompt; a long one as several, so that memory is bounded."""
+    return [
+        Window(one, max(1, begin - _WIDEST), begin, min(begin + _WIDEST, counted.stop))
+        for one in answers
+        for counted in [counted_rows(one)]
+        for begin in range(counted.start, counted.stop, _WIDEST)
+    ]
 
 
 def batch_of(windows: Sequence[Window], num_levels: int) -> WindowBatch:

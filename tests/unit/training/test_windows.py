@@ -156,3 +156,11 @@ def test_each_row_pairs_a_token_with_the_state_before_it_and_looks_as_far_ahead_
                 assert batch.tokens[i, place + level] == 100 * number + row + level
                 assert batch.last[i, place + level, 0] == 1000 * number + row + level + 0.5
         assert batch.rest[i] == length - window.begin
+
+
+@given(st.integers(3, 3000), st.integers(0, 2000))
+def test_a_judged_answer_counts_whole_in_windows_whose_size_is_bounded(length, prompt):
+    one = answer(length, min(prompt, length - 1), 1)
+    cut = whole([one])
+    assert [row for window in cut for row in range(window.counts, window.end)] == list(counted_rows(one))
+    assert all(window.end - window.begin <= 1024 for window in cut)

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.policy import CHECKPOINT
+from bench.runner.models import shipped_drafters
 from bench.scenarios.drafters import COMB, GREEDY, UNION, Drafters, _met
 from vllm_specrollout.config import parse
 from vllm_specrollout.errors import ConfigError
@@ -49,3 +51,10 @@ def test_sums_become_shares_of_the_positions():
     assert (met.greedy, met.shared, met.learned) == (0.5, 0.6, 0.65)
     assert (met.greedy_two, met.shared_two, met.learned_two) == (0.75, 0.8, 0.85)
     assert (met.overlap, met.draft_ms, met.sharpness) == (0.7, 0.25, 2.0)
+
+
+def test_the_policys_head_is_asked_for_as_many_levels_as_are_named(tmp_path):
+    (one, other) = shipped_drafters(CHECKPOINT, None, tmp_path, (4, 10)).items()
+    assert (one[0], one[1]["num_speculative_tokens"]) == ("head, 4 levels", 4)
+    assert (other[0], other[1]["num_speculative_tokens"]) == ("head, 10 levels", 10)
+    assert set(shipped_drafters(CHECKPOINT, None, tmp_path)) == {"head", "draft"}
