@@ -3,9 +3,11 @@
     python -m bench.gpu.two_gpus --out DIR            # two GPUs: the target on cuda:0, the drafter on cuda:1
     python -m bench.gpu.two_gpus --dry --out DIR      # on two CPU cores, with a tiny model
 
-First come passes: of so many running requests, with none, one and all of them asked anew. That ratio decides whether
-drafts as resumed requests pay (docs/concepts/decoupled.md). Then a target decodes with its own copy as its
-drafter, whose every token is met, beside stock vLLM: a speed is told only where all tokens are stock's.
+First come passes of a drafter with its share of a GPU: of so many running requests, with none, one and all of them
+asked anew. They decide whether a lent drafter can pay, and drafts as resumed requests (docs/concepts/decoupled.md).
+The last row is its sleep: how long it takes to give its memory back, and to draft again. Then a target decodes with
+its own copy as its drafter, whose every token is met, beside stock vLLM: a speed is told only where all tokens are
+stock's.
 """
 
 from __future__ import annotations
@@ -52,6 +54,13 @@ def passes(model: str, engine_args: dict[str, Any], takes_up: bool) -> list[dict
                 found[kind].append((time.perf_counter() - begin) * 1e3)
         engine.abort(running)
         rows.append({"batch": batch, **{kind: round(statistics.median(own), 3) for kind, own in found.items()}})
+    spent: dict[str, list[float]] = {"sleep": [], "wake": []}
+    for _ in range(3):
+        for kind, rest in (("sleep", engine.sleep), ("wake", engine.wake)):
+            begin = time.perf_counter()
+            rest()
+            spent[kind].append((time.perf_counter() - begin) * 1e3)
+    rows.append({f"{kind}_ms": round(statistics.median(own), 1) for kind, own in spent.items()})
     engine.shutdown()
     return rows
 
@@ -110,7 +119,9 @@ def main() -> None:
         given.out, "1M" if given.dry else "400M", "float32" if given.dry else "bfloat16"
     )
     if given.only == "passes":
-        print(json.dumps(passes(model, args, takes_up=given.dry)))
+        from vllm_specrollout.worker.models.decoupled import SHARE
+
+        print(json.dumps(passes(model, args if given.dry else {**args, **SHARE}, takes_up=given.dry)))
         return
     if given.only == "beside":
         share = {} if given.dry else {"gpu_memory_utilization": 0.4}

@@ -107,6 +107,22 @@ def plot_epochs(steps: Sequence[Any], rows: Sequence[Any], title: str, path: Pat
             axes.legend(frameon=False, fontsize=8)
 
 
+def plot_driver(rows: Sequence[Any], title: str, path: Path) -> None:
+    """What a decision, and all that a driver does, cost by the number of engines."""
+    with _panels(path, title, 2, 9) as (decision, share):
+        for colour, ladder in zip(
+            (_GREY, _BLUE, *_COLOURS), dict.fromkeys(row["ladder"] for row in rows), strict=False
+        ):
+            own = [row for row in rows if row["ladder"] == ladder]
+            engines = [row["engines"] for row in own]
+            decision.loglog(engines, [row["decision_ms"] for row in own], "o-", color=colour, label=ladder)
+            share.semilogx(engines, [100 * row["share"] for row in own], "o-", color=colour, label=ladder)
+        decision.set(xlabel="engines", ylabel="a decision, ms")
+        share.set(xlabel="engines", ylabel="of one core, %", ylim=(0, 100))
+        share.axhline(50, color=_GREY, linestyle=":")
+        decision.legend(title="ladder", frameon=False)
+
+
 def plot_workers(runs: Any, title: str, path: Path) -> None:
     """A line per worker, a bar per request that it had, coloured by what drafted for it, as in SpecActor's Figure 14.
 

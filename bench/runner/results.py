@@ -100,7 +100,7 @@ def _known(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 _ROWS = {
     **{"grpo": _epochs, "drafters": _met, "gpu first hour": _first_hour},
-    **dict.fromkeys(("index", "decoupled", "ladder", "serving", "soak"), _plain),
+    **dict.fromkeys(("index", "decoupled", "ladder", "driver", "serving", "soak"), _plain),
     **dict.fromkeys(("kernels", "device", "micro"), _on_device),
 }
 """Scenario -> its reports' rows as they are kept; of all others, `_paired`."""
@@ -306,6 +306,15 @@ LADDER: Columns = {
 }
 
 
+DRIVER: Columns = {
+    **same("engines", "ladder"),
+    "of one core": lambda row: f"{row['share']:.0%}",
+    "a decision, ms": lambda row: f"{row['decision_ms']:.2f}",
+    "the first, ms": lambda row: f"{row['first_ms']:.0f}",
+    **same("reports", "moved", "lent"),
+}
+
+
 def _judged(name: str) -> Callable[[Row], str | None]:
     """Of memory, the growth as a share; of all else a number."""
 
@@ -351,6 +360,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "drafters": _drafters,
     "decoupled": _of(DECOUPLED),
     "ladder": _of(LADDER),
+    "driver": _of(DRIVER),
     "soak": _of(SOAK),
     "index": _of(INDEX),
     "kernels": _gpu,

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from vllm_specrollout.cluster import Answer, SpecGroup
 from vllm_specrollout.cluster.ladder import LADDERS, Rules
+from vllm_specrollout.cluster.lending import LENT
 from vllm_specrollout.cluster.planner import choose_ladder
 from vllm_specrollout.cluster.reports import Report
 from vllm_specrollout.errors import ConfigError
@@ -85,7 +86,7 @@ class TimedGroup(SpecGroup):
     ) -> tuple[list[Answer], float]:
         """The answers with a ladder, and the makespan in seconds. All ladders have the same engines and drafters."""
         if ladder == AUTO:
-            ladder, _ = choose_ladder(self._profiles())
+            ladder, _ = choose_ladder(self._run(self._profiles()))
         self._driver.rules = Rules(ladder)
         # the same problems again, with all ladders: none may know how long their answers were
         self._driver.lengths = Lengths()
@@ -97,17 +98,16 @@ class TimedGroup(SpecGroup):
     def await_drafters(self) -> None:
         """Until each engine's can draft."""
         while not all(one["drafter"] for one in self.status()["engines"].values()):
-            self._turn({})
+            time.sleep(0.1)
 
     def note(self, engine: str, report: Report) -> None:
         """What an engine tells of, before the driver takes it in."""
         now = time.perf_counter() - self.begin_s
+        lent = self._lending.borrowed(engine) if self._lending is not None else {}
         for key, part in report.parts.items():
-            request = key.rpartition(".")[0]
-            lenders = self._driver.engines[engine].lent.items()
-            lent = [f"lent by {lender}" for lender, requests in lenders if request in requests]
-            drafter = " and ".join([one for one in (self.own, *lent) if one]) or "none"
-            self._extend((engine, request), drafter, now, len(part.tokens))
+            lenders = [f"{LENT}{lender}" for lender, keys in lent.items() if key in keys]
+            drafter = " and ".join([one for one in (self.own, *lenders) if one]) or "none"
+            self._extend((engine, key.rpartition(".")[0]), drafter, now, len(part.tokens))
 
     def _extend(self, own: tuple[str, str], drafter: str, now: float, tokens: int) -> None:
         """The request's newest bar at this engine grows, or one of another colour begins where it ends."""

@@ -139,7 +139,6 @@ class _Batch:
         self._heard = dict.fromkeys(self._length, 0.0)
         self._waiting = [request for request in self._length if request not in first]
         self._prices = ladder.Prices()
-        self._prices.filled(site.prompt, (site.prompt * site.prefill_ms + site.prompt_ms) / 1e3)
         self._finish: dict[str, float] = {}
         self._outcome = Outcome(np.full(len(self._length), np.nan))
         # (ms, number, what happens, to whom, the stamp with which it counts)
@@ -171,13 +170,15 @@ class _Batch:
     def _join(self, worker: _Worker, requests: Iterable[str]) -> None:
         """Requests begin with the tokens that are known, whose KV is computed while the others wait."""
         self._advance(worker)
-        ms, site = self._site.prompt_ms, self._site
+        computed, site = 0.0, self._site
         for request in requests:
             tokens = self._heard[request]
             copy = ladder.Copy(site.prompt, int(tokens))
             worker.paces[request] = _Pace(copy, tokens, worker.steps, worker.steps, tokens)
             worker.view.running[request] = copy
-            ms += (site.prompt + tokens) * site.prefill_ms
+            computed += site.prompt + tokens
+        ms = computed * site.prefill_ms + site.prompt_ms
+        self._prices.filled(int(computed), ms / 1e3)
         worker.at += ms
         self._outcome.busy_ms += ms
 
@@ -219,8 +220,7 @@ class _Batch:
         self._at(worker.at + max(steps, 0.0) * worker.step_ms, self._end, worker)
 
     def _step_ms(self, batch: int, drafts: float, window: int) -> float:
-        site = self._site
-        return site.verifier.ms(batch, drafts / batch) + window * site.drafters[0].ms(batch)
+        return self._site.verifier.ms(batch, drafts / batch) + window * self._site.drafters[0].ms(batch)
 
     def _redraft(self, worker: _Worker, level: int) -> None:
         """What each request gets of the engine's own drafts and of a drafter that is lent to it, where that pays.

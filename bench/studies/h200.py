@@ -37,13 +37,9 @@ class RealSteps:
 
     def ms(self, batch: float, drafts: float = 0.0) -> float:
         """Of so many requests with so many drafts each."""
-        return self.step_ms(batch, batch * drafts)
-
-    def step_ms(self, requests: float, drafts: float = 0.0) -> float:
-        """Of so many running requests with so many draft tokens between them."""
         if drafts <= 0.0:
-            return _at(self.plain, requests)
-        return _at(self.drafted, requests) + _at(self.rows, requests + drafts)
+            return _at(self.plain, batch)
+        return _at(self.drafted, batch) + _at(self.rows, batch * (1.0 + drafts))
 
 
 def _at(knots: Knots, x: float) -> float:

@@ -1,16 +1,12 @@
-"""TLT: Table 4 by batch and tokens to verify, Tables 7 and 8 by one cycle time per drafter, Figure 14's rollout."""
+"""TLT: Table 4 by batch and tokens to verify, Tables 7 and 8 by one cycle time per drafter."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
-from statistics import NormalDist
 
 import numpy as np
-from vllm_specrollout.bench.studies.formulas import StepLine, drain_ms
+from vllm_specrollout.bench.studies.formulas import StepLine
 from vllm_specrollout.bench.studies.report import Cell, Curve, Inputs, Number, ResultTable, StudyReport, error_of
-
-from vllm_specrollout.budgets.papers.tlt import TltBudget
 
 BATCHES, TOKENS = (1, 2, 4, 8, 16, 32), (16, 32, 48, 64)
 """Rows and columns of Table 4."""
@@ -25,7 +21,6 @@ PRINTED = (
 FITTED = np.asarray([[b in (1, 4) or (b == 32 and n in (16, 64)) for n in TOKENS] for b in BATCHES])
 """Cells that the free inputs were fitted to, by least squares of the logarithms. Batch 1 shows the accept lengths,
 batch 4 where the best column turns, and the ends of batch 32 what rows and requests cost."""
-FIGURE_14 = 2.44
 CYCLES = {
     "EAGLE": ("eagle_cycle_ms", ((6.53, 542.12), (6.77, 562.04), (1.57, 130.34))),
     "Qwen2.5-0.5B": ("small_model_cycle_ms", ((6.68, 408.51), (6.89, 421.35), (5.95, 363.87))),
@@ -63,22 +58,6 @@ class CyclesInputs(Inputs):
     small_model_cycle_ms: Number = 16.3521
     hass_cycle_ms: Number = 12.0416
     eagle3_cycle_ms: Number = 11.0622
-
-
-class Figure14Inputs(Inputs):
-    """Time is in plain steps of batch 1. What drafts gain at a batch is Table 4, as printed."""
-
-    # text
-    requests: Number = 128
-    longest: Number = 32768
-    # text, "a few responses reach the maximum configured length" (section 1): of 128
-    at_longest: Number = 2
-    # free, scanned, since no length is printed: of the logarithm
-    spreads: tuple[Number, ...] = (0.6, 0.8, 1.0, 1.2, 1.4, 1.6)
-    # free, two readings, of a plain step per request: of SpecActor's line, 0.06 of 13 ms; and what fits Table 4
-    requests_cost: tuple[Number, Number] = (0.0046, 0.11816)
-    # free, set: rollouts whose mean is taken
-    rollouts: Number = 100
 
 
 def speed_up(inputs: Table4Inputs, batch: int, accept_length: float, tokens: int) -> float:
@@ -147,56 +126,6 @@ def run_table_4(inputs: Table4Inputs, seed: int) -> StudyReport:
             for batch, own, theirs in zip(BATCHES, ours.tolist(), PRINTED, strict=True)
         ),
         axes=("tokens to verify", "speed-up over plain decoding"),
-    )
-
-
-def gained(batch: int, budget: TltBudget) -> float:
-    """Table 4's speed-up, between its rows, of the strategies that the product's own TLT budget has for a batch."""
-    if budget.steps_off(batch):
-        return 1.0
-    nodes = budget.strategies[budget.bandit.bucket(batch)][0].nodes
-    return float(np.interp(np.log2(batch), np.log2(BATCHES), np.asarray(PRINTED)[:, TOKENS.index(nodes)]))
-
-
-def rollout_speed_up(inputs: Figure14Inputs, spread: float, cost: float, seed: int) -> tuple[float, float]:
-    """Over plain decoding of all rollouts; and the share of plain time in which fewer than the threshold run."""
-    budget = TltBudget(max(TOKENS), 10, rng=np.random.default_rng(seed))
-    rng, size = np.random.default_rng(seed), int(inputs.requests)
-    far = NormalDist().inv_cdf(1.0 - inputs.at_longest / inputs.requests)
-    sizes = np.exp(spread * (rng.standard_normal((int(inputs.rollouts), size)) - far)) * inputs.longest
-    lengths = np.clip(np.rint(sizes), 1, inputs.longest).astype(np.int64)
-    plain = [1.0 + cost * (batch - 1) for batch in range(size + 1)]
-    faster = [plain[batch] / gained(max(batch, 1), budget) for batch in range(size + 1)]
-    few = [plain[batch] * (not budget.steps_off(batch)) for batch in range(size + 1)]
-    whole, drafted, tail = (sum(drain_ms(own, line.__getitem__) for own in lengths) for line in (plain, faster, few))
-    return whole / drafted, tail / whole
-
-
-def run_figure_14(inputs: Figure14Inputs, seed: int) -> StudyReport:
-    """TLT, Figure 14: a threshold on a whole rollout, 2.44x.
-
-    No lengths are printed, so their spread is scanned; nothing is fitted to the 2.44x.
-    """
-    rows: list[tuple[Cell, ...]] = []
-    figures: dict[str, float] = {}
-    readings = dict(zip(("SpecActor's line", "Table 4's fit"), inputs.requests_cost, strict=True))
-    for (reading, cost), spread in product(readings.items(), inputs.spreads):
-        ours, tail = rollout_speed_up(inputs, spread, cost, seed)
-        figures[f"{reading} {spread:g}"] = ours
-        cells = f"{tail:.0%}", f"{ours:.2f}x", f"{FIGURE_14:.2f}x", error_of(ours, FIGURE_14)
-        rows.append((reading, f"{spread:g}", *cells))
-    near = [name for name, value in figures.items() if abs(value / FIGURE_14 - 1.0) <= 0.15]
-    columns = ("plain steps by", "spread", "time below 32", "threshold 32", "paper", "error")
-    return StudyReport(
-        title="TLT, Figure 14: 128 requests, Qwen-32B, TP 4, H100",
-        tables=(ResultTable("a rollout's speed-up by the spread of its lengths", columns, tuple(rows)),),
-        figures=figures,
-        findings=(
-            "The paper prints no lengths. Its speed-up is within 15 % for: "
-            + (", ".join(near) or "none of them")
-            + ".",
-            "Drafts gain 2.48x to 3.62x in Table 4, so 2.44x needs nearly all of plain time below the threshold.",
-        ),
     )
 
 

@@ -7,7 +7,7 @@ GPU is repeated first.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from statistics import fmean
@@ -72,32 +72,12 @@ class TryInputs(AnswersInputs):
     length_spread: Number = 0.93
     length_shared: Share = 0.98
     samples: Number = 8
-    # fitted to the run's tokens per request and step, and to its number of steps. In a first epoch drafts are texts of
-    # siblings that are ahead, so the long answers have them
+    # fitted to the run's tokens per request and step, and to its number of steps
     acceptance: Share = 0.045
     acceptance_spread: Number = 2.0
+    # set with these in sight: in a first epoch drafts are texts of siblings that are ahead, so long answers have them
     acceptance_common: Share = 1.0
     acceptance_with_length: float = 1.0
-
-
-def site_of(inputs: WhatIfInputs, steps: str, engines: int, arm: str) -> Site:
-    """What an arm runs on."""
-    mode, drafts, _ = ARMS[arm]
-    return Site(
-        engines=engines,
-        per_host=int(inputs.per_host),
-        places=2 * int(inputs.requests),
-        verifier=STEPS[steps],
-        drafters=(StepLine(base=0.0), StepLine(base=inputs.model_ms)),
-        drafts=drafts,
-        prompt=int(inputs.prompt),
-        samples=int(inputs.samples),
-        prefill_ms=inputs.prefill_ms,
-        prompt_ms=STEPS[steps].prompt_ms if drafts else 0.0,
-        rules=ladder.Rules(mode, int(inputs.most)),
-        beat_ms=1e3 * inputs.beat_s,
-        restart_ms=1e3 * inputs.restart_s,
-    )
 
 
 @lru_cache(maxsize=8)
@@ -125,15 +105,31 @@ def run_arm(
     inputs: WhatIfInputs, steps: str, engines: int, arm: str, seed: int, failed: tuple[tuple[float, range], ...] = ()
 ) -> Outcome:
     """One batch."""
-    work, forecasts = drawn(inputs, engines, seed)
-    site = replace(site_of(inputs, steps, engines, arm), failures=failed)
-    return simulate(work, site, dealt(inputs, engines, forecasts if ARMS[arm][2] else None))
+    (work, forecasts), (mode, drafts, is_placed) = drawn(inputs, engines, seed), ARMS[arm]
+    site = Site(
+        engines=engines,
+        per_host=int(inputs.per_host),
+        places=2 * int(inputs.requests),
+        verifier=STEPS[steps],
+        drafters=(StepLine(base=0.0), StepLine(base=inputs.model_ms)),
+        drafts=drafts,
+        prompt=int(inputs.prompt),
+        samples=int(inputs.samples),
+        prefill_ms=inputs.prefill_ms,
+        prompt_ms=STEPS[steps].prompt_ms if drafts else 0.0,
+        rules=ladder.Rules(mode, int(inputs.most)),
+        beat_ms=1e3 * inputs.beat_s,
+        failures=failed,
+        restart_ms=1e3 * inputs.restart_s,
+    )
+    return simulate(work, site, dealt(inputs, engines, forecasts if is_placed else None))
 
 
 def repeat_try(inputs: TryInputs, seed: int) -> dict[str, float]:
     """The run on the H200 once more: one engine with 64 places, 128 requests, stock and ours.
 
-    Its engine drafted in every step, though it did not always pay; the table's means hold steps with prompts.
+    Its engine is taken to draft in every step, as the mean of its steps suggests: no trace of them was kept. Steps that
+    hold prompts are in that mean.
     """
     work = draw_answers(inputs, 128, (inputs.acceptance, inputs.acceptance), seed)
     first = {f"r{i}": "e0" for i in range(64)}
@@ -161,18 +157,21 @@ def run(inputs: WhatIfInputs, seed: int) -> StudyReport:
     """
     figures: dict[str, float] = {}
     seeds = range(seed, seed + int(inputs.rollouts))
-    columns = ("steps", "engines", "arm", "s", "of plain", "idle", "moved", "lent")
     return StudyReport(
         title="What if: a 7B model, one GPU per engine, long-tailed answers",
         tables=(
             ResultTable(
                 "the run on an H200, repeated", ("", "ours", "measured", "error"), tuple(_repeated(seeds, figures))
             ),
-            ResultTable("batches of 32 requests per engine", columns, tuple(_scaled(inputs, seeds, figures))),
             ResultTable(
-                "failures, with history and measured steps",
+                "batches of 32 requests per engine",
+                ("steps", "engines", "arm", "s", "of plain", "idle", "moved", "lent"),
+                tuple(_scaled(inputs, seeds, figures)),
+            ),
+            ResultTable(
+                "failures, with measured steps",
                 ("engines", "arm", "what fails", "at", "s", "of none", "resubmitted"),
-                tuple(_failing(inputs, seeds, figures)),
+                tuple(_failing(inputs, seeds)),
             ),
         ),
         figures=figures,
@@ -184,8 +183,12 @@ def run(inputs: WhatIfInputs, seed: int) -> StudyReport:
     )
 
 
-def _spread(values: Sequence[float], shown: Callable[[float], str]) -> str:
-    return f"{shown(fmean(values))} ({shown(min(values))} to {shown(max(values))})"
+def _spread(values: Sequence[float], shape: str) -> str:
+    return f"{shape} ({shape} to {shape})".format(fmean(values), min(values), max(values))
+
+
+def _seconds(runs: Sequence[Outcome]) -> str:
+    return _spread([one.makespan_ms / 1e3 for one in runs], "{:.1f}")
 
 
 def _repeated(seeds: range, figures: dict[str, float]) -> Iterator[tuple[Cell, ...]]:
@@ -193,8 +196,8 @@ def _repeated(seeds: range, figures: dict[str, float]) -> Iterator[tuple[Cell, .
     for name, measured in TRY.items():
         values = [one[name] for one in runs]
         ours = figures[f"try, {name}"] = fmean(values)
-        shown = ("{:.0f}" if measured > 10.0 else "{:.2f}").format
-        yield name, _spread(values, shown), shown(measured), error_of(ours, measured)
+        shape = "{:.0f}" if measured > 10.0 else "{:.2f}"
+        yield name, _spread(values, shape), shape.format(measured), error_of(ours, measured)
 
 
 def _scaled(inputs: WhatIfInputs, seeds: range, figures: dict[str, float]) -> Iterator[tuple[Cell, ...]]:
@@ -204,17 +207,17 @@ def _scaled(inputs: WhatIfInputs, seeds: range, figures: dict[str, float]) -> It
             gains = [a.makespan_ms / b.makespan_ms for a, b in zip(found["plain"], own, strict=True)]
             figures[f"{steps} {engines} {arm} x"] = fmean(gains)
             idle = [1.0 - one.busy_ms / (engines * one.makespan_ms) for one in own]
-            counts = [_spread([one.counts[name] for one in own], "{:.0f}".format) for name in ("move", "attach")]
-            seconds = _spread([one.makespan_ms / 1e3 for one in own], "{:.1f}".format)
-            shown = seconds, _spread(gains, "{:.2f}x".format), _spread(idle, "{:.0%}".format), *counts
-            yield (steps, str(engines), arm, *shown)
+            counts = (_spread([one.counts[name] for one in own], "{:.0f}") for name in ("move", "attach"))
+            yield (steps, str(engines), arm, _seconds(own), _spread(gains, "{:.2f}x"), _spread(idle, "{:.0%}"), *counts)
 
 
-def _failing(inputs: WhatIfInputs, seeds: range, figures: dict[str, float]) -> Iterator[tuple[Cell, ...]]:
-    host = int(inputs.per_host)
+def _failing(inputs: WhatIfInputs, seeds: range) -> Iterator[tuple[Cell, ...]]:
     for engines, arm in itertools.product(map(int, inputs.failing), ("by forecast", "attach")):
         # the engines with the longest problems: those come first
-        sizes = {"a host": host, "a rack": min(host * int(inputs.hosts_per_rack), engines // 2)}
+        sizes = {
+            "a host": int(inputs.per_host),
+            "a rack": min(int(inputs.per_host * inputs.hosts_per_rack), engines // 2),
+        }
         whole = [run_arm(inputs, "measured", engines, arm, seed).makespan_ms for seed in seeds]
         for (name, size), share in itertools.product(sizes.items(), (0.1, 0.5)):
             runs = [
@@ -222,8 +225,9 @@ def _failing(inputs: WhatIfInputs, seeds: range, figures: dict[str, float]) -> I
                 for seed, ms in zip(seeds, whole, strict=True)
             ]
             ratios = [one.makespan_ms / ms for one, ms in zip(runs, whole, strict=True)]
-            figures[f"{engines} {arm} {name} {share} of none"] = fmean(ratios)
-            seconds = _spread([one.makespan_ms / 1e3 for one in runs], "{:.1f}".format)
-            lost = _spread([one.counts["resubmitted"] for one in runs], "{:.0f}".format)
-            shown = seconds, _spread(ratios, "{:.2f}x".format), lost
+            shown = (
+                _seconds(runs),
+                _spread(ratios, "{:.2f}x"),
+                _spread([one.counts["resubmitted"] for one in runs], "{:.0f}"),
+            )
             yield (str(engines), arm, f"{name} ({size})", f"{share:.0%}", *shown)

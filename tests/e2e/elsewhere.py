@@ -34,6 +34,7 @@ class Elsewhere:
         return self.runner.remote
 
     def is_ready(self, name: str) -> bool:
+        self.pool[name].wake()
         return bool(self.pool[name].address)
 
     def overheard(self, name: str) -> Overheard:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 pytest.importorskip("vllm")
@@ -14,7 +15,7 @@ pytest.importorskip("vllm")
 from tests.e2e.identity.check import VOCAB
 from tests.e2e.identity.engines import engine, model
 from tests.e2e.short_context import with_context
-from vllm_specrollout.cluster.messages import VERSION, Drafted, Hello, Message, Opened, Told, ints, longs
+from vllm_specrollout.cluster.messages import VERSION, Drafted, Hello, Message, Opened, Rest, Told, ints, longs
 from vllm_specrollout.cluster.serving import Serving
 from vllm_specrollout.worker.drafter_engine import DrafterEngine
 
@@ -66,7 +67,7 @@ class Desk:
         counts = np.array([len(tokens) for tokens in new.values()], np.int32)
         tokens = np.array([token for own in new.values() for token in own], np.int32)
         gone, own = np.array(list(closed), np.int64).tobytes(), (handles.tobytes(), counts.tobytes(), tokens.tobytes())
-        self.say(Told(self.fan_out, opened, gone, *own, 4, b""))
+        self.say(Told(self.fan_out, opened, gone, *own, 4))
 
     def tree(self, handle: int, turns: int = 24) -> tuple[int, list[tuple[int, int, int, float]]]:
         """The newest within some turns: tokens before it, and (token, parent, rank, log_q) of each node."""
@@ -201,6 +202,38 @@ def test_exits_are_drafted_behind_while_few_requests_run(desk: Desk, sampled: di
     assert all(node[3] <= 0.0 for node in nodes) and len(nodes) <= 64
 
 
+def test_asleep_it_holds_its_weights_alone_and_awake_it_draws_as_before(
+    desk: Desk, made: DrafterEngine, sampled: dict[str, list[int]]
+) -> None:
+    answer, process = sampled["plain"], psutil.Process()
+
+    def is_drafted(handle: int) -> bool:
+        desk.tell((opened(handle, [*PROMPT, *answer[:20]]),))
+        return chain(desk.tree(handle)[1]) == answer[20:28]
+
+    def full(worker: Any) -> int:
+        for cache in worker.model_runner.kv_caches:
+            cache.fill_(1)  # as many requests would
+        # layers may share one
+        storages = {
+            cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in worker.model_runner.kv_caches
+        }
+        return sum(storage.nbytes() for storage in storages.values())
+
+    assert is_drafted(1)
+    (size,) = made.llm.collective_rpc(full)
+    awake = process.memory_info().rss
+    desk.say(Rest(True))
+    desk.serving.turn()
+    assert desk.letters.sent[-1] == Rest(True) and size > 100 << 20
+    assert awake - process.memory_info().rss > 0.95 * size, "its KV cache is the kernel's again"
+    assert not is_drafted(2), "it drafts for nobody"
+    desk.say(Rest(False))
+    desk.say(Hello(VERSION, made.vocab_size))
+    assert is_drafted(3), "what it had cached is forgotten, and computed anew"
+    desk.tell(closed=[3])
+
+
 def test_more_requests_than_there_are_places_share_them_out(desk: Desk, made: DrafterEngine) -> None:
     desk.tell(tuple(opened(i, [*PROMPT, i]) for i in range(1, 13)))
     for _ in range(60):
@@ -225,7 +258,7 @@ def test_what_the_drafter_cannot_follow_goes_on_without_its_drafts(desk: Desk, m
 
 def test_an_engine_that_is_not_known_is_greeted_and_nothing_is_drafted_for_it(desk: Desk) -> None:
     desk.letters.sent.clear()
-    desk.letters.coming.append((b"stranger", Told(4, (opened(1, PROMPT),), b"", b"", b"", b"", 4, b"")))
+    desk.letters.coming.append((b"stranger", Told(4, (opened(1, PROMPT),), b"", b"", b"", b"", 4)))
     desk.serving.turn()
     assert not desk.serving.targets[b"stranger"].lines
     assert any(isinstance(message, Hello) for message in desk.letters.sent)

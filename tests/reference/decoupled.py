@@ -112,8 +112,10 @@ class FakeEngine:
     most_tokens: int = 10_000
     running: dict[str, tuple[Sampling, int, int]] = field(default_factory=dict)
     asked: int = 0
+    is_asleep: bool = False
 
     def add(self, ask: Ask, sampling: Sampling) -> None:
+        assert not self.is_asleep
         assert ask.name not in self.running and ask.max_tokens > 0
         assert len(ask.token_ids) + ask.max_tokens <= self.most_tokens + 1
         assert len(self.running) < self.max_requests
@@ -134,6 +136,14 @@ class FakeEngine:
             if left == 1:
                 del self.running[name]
         return found
+
+    def sleep(self) -> None:
+        assert not self.running and not self.is_asleep, "nothing that it would lose"
+        self.is_asleep = True
+
+    def wake(self) -> None:
+        assert self.is_asleep
+        self.is_asleep = False
 
     def _choices(self, request: int, position: int) -> tuple[list[int], list[float]]:
         token = token_at(request, position)

@@ -91,7 +91,7 @@ def stage(models: Path) -> Iterator[Stage]:
             process = ours.runner.remote.links["drafter"].process
             pid = process.pid
         assert not process.is_alive and not Path(f"/proc/{pid}").exists(), "the process ends with its engine"
-        assert other.address, "a warm one stays"
+        assert own.is_ready("other"), "a warm one stays"
     finally:
         other.stop()
 
@@ -154,7 +154,7 @@ def test_stock_vllm_on_its_v2_runner_draws_the_targets_own_tokens_in_another_pro
     args = {**DRAFTER, "enable_prefix_caching": True}
     warm = WarmDrafter(Command(path, f"ipc://{tmp_path}/socket", args, is_v2=True))
     try:
-        until(lambda: warm.address)
+        until(lambda: warm.wake() or warm.address)
         stage.ask("attach_drafter", "same", warm.address, 4, 1)
         until(lambda: stage.ask("drafters_state")["same"]["is_there"])
         accepted = stage.runner.stats.accepted

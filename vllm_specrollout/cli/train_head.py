@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_specrollout.config.checks import check_range
 from vllm_specrollout.errors import UnsupportedError
 
 
@@ -52,21 +51,23 @@ def train_head(
     The rollout may go on and add lines. A run that was stopped goes on when started again, whatever the file holds by
     then. Every tenth answer is held out. In the end it says how many drafts would be accepted there.
     """
-    check_range("threads", threads, 0, 4096)
     _check_installed()
     from transformers import AutoConfig, AutoTokenizer
 
     from vllm_specrollout.server.head_rows import PrefillEngine
     from vllm_specrollout.training.answer_file import AnswerFile
-    from vllm_specrollout.training.run import HeadRun, TrainConfig, set_threads
+    from vllm_specrollout.training.run import HeadRun, TrainConfig
 
     config = TrainConfig(
-        method=method, rate=rate, draft_vocab=draft_vocab, judge_rows=judge_rows, memory_gib=memory_gib
+        method=method,
+        rate=rate,
+        draft_vocab=draft_vocab,
+        judge_rows=judge_rows,
+        memory_gib=memory_gib,
+        threads=threads,
     )
     learner = {"num_levels": levels, "width": window, "batch_rows": batch_rows, "passes": passes, "loss": loss}
     learner |= {"feature_weight": feature_weight, "dtype": dtype, "seed": seed}
-    if threads:
-        set_threads(threads)
     shape = AutoConfig.from_pretrained(str(target))
     vocab_size = getattr(shape, "text_config", shape).vocab_size
 

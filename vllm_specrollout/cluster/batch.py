@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from vllm_specrollout.cluster.reports import Part
 from vllm_specrollout.errors import ConfigError, SpecRolloutError, shown
@@ -19,13 +22,17 @@ MOST_LOSSES = 5
 """Times that a request is lost with its engine until it is given up."""
 _MOST_TOKEN = 1 << 31
 _GREEDY = 1e-5
+_MOST_ANSWERS = 16384  # of one prompt, as in vLLM
 # what of `SamplingParams` keeps state that tokens do not bring back: such a request is begun anew elsewhere
 _KEEPS_STATE = ("stop", "structured_outputs", "thinking_token_budget", "watermarking", "trace_decode_token_ids")
-_ALLOWED = {"n": (1,), "logprobs": (None, 0), "prompt_logprobs": (None,)}
 
 
 class GroupError(SpecRolloutError):
     """A batch cannot be completed."""
+
+
+class BeginError(GroupError):
+    """An engine cannot be begun, and would not be another time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +43,7 @@ class Answer:
     request: str
     # [n] token ids
     token_ids: tuple[int, ...]
-    # [n] of these tokens, natural logarithm; empty where `logprobs` was not 0
+    # [n] of these tokens, natural logarithm; empty where `logprobs` was unset
     logprobs: tuple[float, ...]
     # vLLM's: `stop` or `length`
     finish_reason: str
@@ -46,6 +53,10 @@ class Answer:
     engine: str
     # [k] (index of the first token, version of the weights that gave it and those behind it)
     versions: tuple[tuple[int, int], ...]
+    # empty where nothing detokenizes
+    text: str = ""
+    # [n] token id -> (natural logarithm, rank) of what vLLM tells; empty where `logprobs` was not above 0
+    choices: tuple[Mapping[int, tuple[float, int]], ...] = ()
 
 
 @dataclass(slots=True)
@@ -62,54 +73,58 @@ class Open:
     is_resumable: bool
     # tokens that its answer may have
     most: int = _MOST_TOKEN
+    # `LoRARequest`, or its arguments; None: no adapter
+    lora: Any = None
+    # told its name, and what it came to
+    sink: Callable[[str, Answer | GroupError], None] = lambda request, found: None
     # that runs it, and its name there, another one for each run; empty: it waits
     engine: str = ""
     key: str = ""
-    # of the answer so far
-    tokens: list[int] = field(default_factory=list)
+    # of the answer so far; arrays, as millions of objects in lists would slow down all that Python collects
+    tokens: array[int] = field(default_factory=lambda: array("i"))
     logprobs: list[float] = field(default_factory=list)
+    choices: list[Mapping[int, tuple[float, int]]] = field(default_factory=list)
     # [k] as in `Answer`
     versions: list[tuple[int, int]] = field(default_factory=list)
     runs: int = 0
     losses: int = 0
-    answer: Answer | None = None
-    # why there will be no answer
-    failure: GroupError | None = None
+    # tokens that the answer is expected to have, and those at which that is asked for anew
+    expected: float = 0.0
+    asked_at: int = 0
 
-    def begin(self, engine: str, version: int) -> list[int]:
+    def begin(self, engine: str, version: int) -> array[int]:
         """It runs at an engine; [n] the tokens that it goes on behind."""
         if not self.is_resumable:
-            self.tokens, self.logprobs, self.versions = [], [], []
+            self.tokens, self.logprobs, self.choices, self.versions = array("i"), [], [], []
         self.runs += 1
         self.engine, self.key = engine, f"{self.request}.{self.runs}"
         if not self.versions or self.versions[-1][1] != version:
             count = len(self.tokens)
             self.versions = [one for one in self.versions if one[0] < count] + [(count, version)]
-        return list(self.tokens)
+        return self.tokens[:]
 
     def extend(self, part: Part) -> None:
         """What came of it where it runs."""
-        self.tokens += part.tokens
-        self.logprobs += part.logprobs
+        self.tokens.extend(part.tokens)
+        if part.logprobs:
+            self.logprobs += part.logprobs
+            self.choices += part.choices
 
-    def leave(self) -> str:
-        """Nobody runs it any more; its name where it ran."""
-        self.engine = ""
-        return self.key
-
-    def lose(self) -> None:
-        """Its engine ended. Too often, and the request may be why."""
+    def lose(self) -> GroupError | None:
+        """Its engine ended. Too often, and the request may be why: then it gets no answer."""
         self.losses += 1
-        if self.losses >= MOST_LOSSES:
-            self.failure = GroupError(
-                f"request {self.request} was lost {self.losses} times, each time with the engine that ran it",
-                "look at the engines' own messages: the request may be what ends them",
-            )
+        if self.losses < MOST_LOSSES:
+            return None
+        return GroupError(
+            f"request {self.request} was lost {self.losses} times, each time with the engine that ran it",
+            "look at the engines' own messages: the request may be what ends them",
+        )
 
-    def end(self, finish: str, reason: str) -> None:
-        """It is complete."""
-        tokens, logprobs, versions = tuple(self.tokens), tuple(self.logprobs), tuple(self.versions)
-        self.answer = Answer(self.key, tokens, logprobs, finish, reason, self.engine, versions)
+    def end(self, part: Part) -> Answer:
+        """It is complete, with this part."""
+        tokens, logprobs, choices = tuple(self.tokens), tuple(self.logprobs), tuple(self.choices)
+        end = part.finish, part.reason, self.engine
+        return Answer(self.key, tokens, logprobs, *end, tuple(self.versions), part.text, choices)
 
 
 class RequestChecker:
@@ -122,8 +137,17 @@ class RequestChecker:
     def __init__(self, seed: int) -> None:
         self._rng, self._batches = random.Random(seed), 0
 
-    def ask(self, prompts: Sequence[Sequence[int]], params: Any) -> dict[str, Open]:
+    def ask(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Any,
+        lora: Any = None,
+        sink: Callable[[str, Answer | GroupError], None] = lambda request, found: None,
+    ) -> dict[str, Open]:
         """
+        Args:
+            lora, sink: of all, as in `Open`.
+
         Raises:
             ConfigError: token ids or parameters that cannot be used.
         """
@@ -131,47 +155,50 @@ class RequestChecker:
         if len(many) != len(prompts):
             raise ConfigError(f"there are {len(prompts)} prompts and {len(many)} `params`", "give one for each")
         self._batches += 1
-        found = {}
+        found: dict[str, Open] = {}
         for i, (prompt, one) in enumerate(zip(prompts, many, strict=True)):
-            tokens, request = _tokens(i, prompt), f"{self._batches}-{i}"
-            seeded = self._seeded(one)
-            keeps_state = any(_value(one, name) for name in _KEEPS_STATE)
-            found[request] = Open(
-                request,
-                tokens,
-                seeded,
-                _problem(one, tokens),
-                not keeps_state,
-                _value(one, "max_tokens") or _MOST_TOKEN,
-            )
+            tokens = _tokens(i, prompt)
+            for own in self._each(one):
+                request = f"{self._batches}-{len(found)}"
+                keeps_state = any(_value(own, name) for name in _KEEPS_STATE)
+                most = _value(own, "max_tokens") or _MOST_TOKEN
+                problem = _problem(one, tokens)
+                found[request] = Open(request, tokens, own, problem, not keeps_state, most, lora, sink)
         return found
 
-    def _seeded(self, given: Any) -> Any:
-        """With a seed if it samples: every copy of the request has the same noise."""
-        if not isinstance(given, Mapping) and not hasattr(given, "clone"):
+    def _each(self, given: Any) -> list[Any]:
+        """[n] of the answers to one prompt, as vLLM asks for them; with seeds, so that each goes on elsewhere."""
+        if type(given) is not dict and not isinstance(given, Mapping) and not hasattr(given, "clone"):
             raise ConfigError(
                 f"`params` holds a {type(given).__name__}",
                 'give `SamplingParams` or its arguments, as {"max_tokens": 64}',
             )
-        for name, allowed in _ALLOWED.items():
-            value = _value(given, name, allowed[0])
-            if value not in allowed:
-                raise ConfigError(
-                    f"`{name}` is {value!r}, and a group takes {' or '.join(map(str, allowed))}",
-                    "ask for each answer by itself, with a seed of its own; or use one engine",
-                )
-        if _value(given, "seed") is not None or _value(given, "temperature", 1.0) < _GREEDY:
-            return dict(given) if isinstance(given, Mapping) else given
-        seed = self._rng.randrange(1 << 62)
-        if isinstance(given, Mapping):
-            return {**given, "seed": seed}
-        clone = given.clone()
-        clone.seed = seed
-        return clone
+        if _value(given, "prompt_logprobs") is not None:
+            raise ConfigError("`prompt_logprobs` is given, and a group tells none", "use one engine for those")
+        count, seed = _value(given, "n", 1), _value(given, "seed")
+        if not isinstance(count, int) or not 1 <= count <= _MOST_ANSWERS:
+            raise ConfigError(f"`n` is {shown(count)}", f"give a whole number from 1 to {_MOST_ANSWERS}")
+        is_greedy = _value(given, "temperature", 1.0) < _GREEDY
+        if seed is None and is_greedy:
+            return [_with(given, n=1)] * count
+        seeds = [self._rng.randrange(1 << 62) if seed is None else seed + i for i in range(count)]
+        return [_with(given, n=1, seed=one) for one in seeds]
+
+
+def _with(params: Any, **values: Any) -> Any:
+    """The same parameters, but for these."""
+    if type(params) is dict or isinstance(params, Mapping):
+        return {**params, **values}
+    clone = params.clone()
+    for name, value in values.items():
+        setattr(clone, name, value)
+    return clone
 
 
 def _value(params: Any, name: str, default: Any = None) -> Any:
-    return params.get(name, default) if isinstance(params, Mapping) else getattr(params, name, default)
+    if type(params) is dict or isinstance(params, Mapping):
+        return params.get(name, default)
+    return getattr(params, name, default)
 
 
 def _problem(params: Any, tokens: Sequence[int]) -> str:
@@ -181,8 +208,12 @@ def _problem(params: Any, tokens: Sequence[int]) -> str:
     return f"id {named}" if named is not None else f"prompt {hash(tuple(tokens))}"
 
 
-def _tokens(number: int, prompt: Sequence[int]) -> list[int]:
+def _tokens(number: int, prompt: Sequence[int]) -> array[int]:
     """[P] token ids of a prompt, each in the range that engines know."""
+    if isinstance(prompt, (list, tuple)) and prompt and type(prompt[0]) is int:
+        many = np.asarray(prompt)  # a batch has millions of them
+        if many.dtype == np.int64 and many.min() >= 0 and many.max() < _MOST_TOKEN:
+            return array("i", many.astype(np.intc).tobytes())
     try:
         found = [int(operator.index(token)) for token in prompt]
     except TypeError:
@@ -198,4 +229,4 @@ def _tokens(number: int, prompt: Sequence[int]) -> list[int]:
             f"prompt {number} holds {shown(wrong)}, outside 0 to {_MOST_TOKEN - 1}",
             "give the tokenizer's ids, without padding",
         )
-    return found
+    return array("i", found)

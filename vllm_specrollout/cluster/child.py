@@ -6,7 +6,6 @@ beginning and its end.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -21,29 +20,31 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from vllm_specrollout.cluster.leftovers import SOCKET, WARM, sweep
+from vllm_specrollout.cluster.leftovers import own as name_of
+from vllm_specrollout.cluster.mail import Box
+from vllm_specrollout.cluster.messages import Rest
 from vllm_specrollout.config import envs
 from vllm_specrollout.config.devices import Devices, together
 from vllm_specrollout.errors import SpecRolloutError
 
 logger = logging.getLogger("vllm.specrollout")
 
-MOST_RESTARTS = 5
+MOST_RESTARTS = 3
 """Times that a process which ends is begun anew, each after twice the patience of the last one."""
-RECOVERED_S = 3600.0
-"""Seconds of life after which earlier ends count no more: what ends once a week is not given up."""
 KV_CACHE = 1 << 30
 """Bytes of a drafter's on cores, where its settings name no other."""
 # an engine's place in its group, and what it does itself
 _TARGETS_ALONE = {envs.SPEC_ROLLOUT, "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-LOAD_S = 1800.0
-"""Seconds that a process may load for. One that takes longer counts as hanging, and is begun anew."""
+START_S = 900.0
+"""Seconds until a process has to draft. One that takes longer is begun anew."""
+REST_S = 10.0
+"""Seconds in which a drafter has to give its memory back. One that does not is killed, which gives it back as well."""
 _PATIENCE_S = 1.0
+_POLL_S = 0.05
 # Seconds given to a process that was asked to end. vLLM kills an engine 5 s after it told it to end, and until then
 # the engine has to have ended its drafters.
 _GRACE_S = 2.0
-_SOCKET = "specrollout-drafter-"
 
 
 class DrafterProcessError(SpecRolloutError):
@@ -65,6 +66,8 @@ class Command:
     is_v2: bool = False
     # file in which it leaves its process id once it drafts; empty: none
     ready: str = ""
+    # it begins asleep
+    is_asleep: bool = False
 
     @classmethod
     def of(cls, model: str, devices: Sequence[str], engine_args: Mapping[str, Any]) -> Command:
@@ -75,8 +78,8 @@ class Command:
             given.setdefault("tensor_parallel_size", len(own.numbers))
         else:
             given.setdefault("kv_cache_memory_bytes", KV_CACHE)
-        _sweep()
-        address = f"ipc://{tempfile.gettempdir()}/{_SOCKET}{os.getpid()}-{secrets.token_hex(8)}"
+        sweep()
+        address = f"ipc://{tempfile.gettempdir()}/{name_of(SOCKET)}{secrets.token_hex(8)}"
         return cls(model, address, given, own, own is not None and own.kind == "cuda")
 
     @property
@@ -87,6 +90,7 @@ class Command:
         more = ["--cores", ",".join(map(str, self.devices.numbers))] if self.devices and on_cores else []
         more += ["--stock"] if self.is_v2 else []
         more += ["--ready", self.ready] if self.ready else []
+        more += ["--asleep"] if self.is_asleep else []
         parent = ["--parent", str(os.getpid())]
         return [sys.executable, "-m", module, self.model, self.address, *parent, "--engine-args", args, *more]
 
@@ -106,57 +110,6 @@ class Command:
         return own
 
 
-def _sweep() -> None:
-    """Remove the sockets of drafters whose engines were killed: nobody will ask for their names again."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_SOCKET}*-*"):
-        pid = path.name.removeprefix(_SOCKET).partition("-")[0]
-        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
-            with contextlib.suppress(OSError):
-                path.unlink()
-
-
-class Restarts:
-    """When a process that has ended is begun anew: `MOST_RESTARTS` times, and never at once.
-
-    Args:
-        clock: seconds, from any zero.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.count = 0
-        """How often in all."""
-        self._tries = 0  # that count
-        self._clock = clock
-        self._due_at: float | None = None
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether it is to be begun anew, now or later."""
-        return self._due_at is not None
-
-    @property
-    def is_due(self) -> bool:
-        return self._due_at is not None and self._clock() >= self._due_at
-
-    def ended(self) -> bool:
-        """It has ended, or could not be begun; False: that was too often."""
-        self._due_at = None
-        if self._tries >= MOST_RESTARTS:
-            return False
-        self._due_at = self._clock() + _PATIENCE_S * 2**self._tries
-        self._tries += 1
-        self.count += 1
-        return True
-
-    def forgive(self) -> None:
-        """It has worked for long: what ended it before counts no more."""
-        self._tries = 0
-
-    def leave(self) -> None:
-        """It is begun, or no longer wanted."""
-        self._due_at = None
-
-
 class DrafterProcess:
     """One process.
 
@@ -170,24 +123,21 @@ class DrafterProcess:
         """Seconds in which the process that began it waited for its end, or began it anew."""
         self.is_ready = False
         """Whether it has loaded its model: whoever hears that from it says so here."""
+        self.restarts = 0
         self._clock = clock
-        self._restarts = Restarts(clock)
-        # when it was begun, and how long it was seen to live
-        self._begun_at, self._lived_s = 0.0, 0.0
+        # when it was begun, and when it is begun anew; None: it is not
+        self._begun_at = 0.0
+        self._due_at: float | None = None
+        # it is wanted no more
+        self._is_over = False
         # why there is none
         self._why = ""
-        # when it is killed; None: it was not asked to end
-        self._kill_at: float | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._begin()
 
     @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
-
-    @property
-    def restarts(self) -> int:
-        return self._restarts.count
 
     @property
     def is_alive(self) -> bool:
@@ -200,83 +150,68 @@ class DrafterProcess:
             DrafterProcessError: it has ended too often.
         """
         now = self._clock()
-        if self._kill_at is not None:
-            self.see_off()
+        if self._is_over:
             return False
-        if self._restarts.is_waiting:
-            if self._restarts.is_due:
+        if self._due_at is not None:
+            if now >= self._due_at:
                 self._begin()
                 self.waited_s += self._clock() - now
                 if self._process is None:
                     self._ended()
             return False
         if self.is_alive:
-            self._lived_s = now - self._begun_at
-            if not self.is_ready and self._lived_s > LOAD_S:
+            if not self.is_ready and now - self._begun_at > START_S:
                 model = self.command.model
-                logger.warning("Spec rollout: drafter %s loads for over %.0f s and is killed", model, LOAD_S)
+                logger.warning("Spec rollout: drafter %s loads for over %.0f s and is killed", model, START_S)
                 self.kill()
                 self._begun_at = now  # said once, however long it takes to end
             return False
         self._ended()
         return True
 
-    def kill(self) -> None:
-        """End it at once, without waiting until it has: `watch` notices, and begins it anew."""
+    def kill(self, *, waits: bool = False) -> None:
+        """End it at once: `watch` notices, and begins it anew."""
         if self._process is not None:
             self._process.kill()
+            if waits:
+                self._process.wait()
 
     def dismiss(self) -> None:
-        """Ask it to end, without waiting until it has; it is begun no more. `see_off` and `stop` see to its end."""
-        self._restarts.leave()
-        if self._kill_at is None:
-            self._kill_at = self._clock() + _GRACE_S
-            if self.is_alive:
-                assert self._process is not None
-                self._process.terminate()
-
-    def see_off(self) -> bool:
-        """Look after one that was dismissed, now and then: it is killed once it had its time. True: it has ended.
+        """Ask it to end, without waiting until it has; it is begun no more, and killed where it does not end in time.
 
         Without that one that is stopped, or hangs, would keep its cores and its memory as long as its engine lives.
         """
-        if not self.is_alive:
-            return True
-        if self._kill_at is not None and self._clock() >= self._kill_at:
-            self.kill()
-        return False
+        if not self._is_over and self.is_alive:
+            assert self._process is not None
+            self._process.terminate()
+            ending = threading.Timer(_GRACE_S, self._process.kill)
+            ending.daemon = True
+            ending.start()
+        self._is_over = True
 
     def stop(self) -> None:
         """End it for good, and wait until it has. One that was dismissed before has had part of its time already."""
         self.dismiss()
         process, self._process, begin = self._process, None, self._clock()
-        if process is None or process.poll() is not None:
-            return
-        assert self._kill_at is not None
-        try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(self._kill_at - begin, 0.0))
-                return
-            process.kill()
+        if process is not None and process.poll() is None:
             process.wait()
-        finally:
             self.waited_s += self._clock() - begin
 
     def _ended(self) -> None:
-        if self.is_ready and self._lived_s >= RECOVERED_S:
-            self._restarts.forgive()
         if self._process is not None:
             self._why = f"ended with status {self._process.returncode}"
-        if not self._restarts.ended():
+        self._due_at = None
+        if self.restarts >= MOST_RESTARTS:
             raise DrafterProcessError(
                 f"the drafter's process {self._why}, and was begun anew {self.restarts} times",
                 "look at its own messages above; `specrollout drafter MODEL --listen ADDRESS` runs it by hand",
             )
+        self._due_at = self._clock() + _PATIENCE_S * 2**self.restarts
+        self.restarts += 1
 
     def _begin(self) -> None:
-        self._restarts.leave()
-        self._process = None
-        self._begun_at, self._lived_s, self.is_ready = self._clock(), 0.0, False
+        self._due_at = self._process = None
+        self._begun_at, self.is_ready = self._clock(), False
         # The kernel ends it with the thread that begins it, so that one that hangs outlives no engine. Only the first
         # thread is known to live as long as its process.
         is_bound = threading.get_native_id() == os.getpid()
@@ -291,10 +226,10 @@ class DrafterProcess:
 
 
 class WarmDrafter:
-    """A drafter that is begun ahead, for engines that attach to it when they want.
+    """A drafter beside an engine, on its devices: asleep while that works, and awake for others once it is idle.
 
-    vLLM's sleep mode, which would give a resting drafter's memory back, does not exist on CPU. So it keeps its weights
-    and its KV cache; without requests it takes no time (SpecActor 4.3: loading is what model scale would wait for).
+    Asleep it holds its weights alone, on GPUs in the host's memory (SpecActor 4.3, model scale: loading them anew would
+    take longer than the tail of a batch). It begins asleep.
 
     Args:
         command: how its process is begun.
@@ -302,17 +237,22 @@ class WarmDrafter:
     """
 
     def __init__(self, command: Command, clock: Callable[[], float] = time.monotonic) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="specrollout-warm-")
+        self._folder = tempfile.TemporaryDirectory(prefix=name_of(WARM))
         self._ready = Path(self._folder.name) / "ready"
         self.error = ""
         """Why it will not draft any more."""
-        self.process = DrafterProcess(replace(command, ready=str(self._ready)), clock)
+        self.process = DrafterProcess(replace(command, ready=str(self._ready), is_asleep=True), clock)
+        # the life that was told to wake up, what was said to it, and what it said; None: none was
+        self._woken: int | None = None
+        self._box: Box | None = None
+        self._is_asleep = True
+        self._clock = clock
 
     @property
-    def address(self) -> str:
-        """Where it serves; empty: it loads, or was begun anew, or is given up. Call it now and then."""
+    def is_ready(self) -> bool:
+        """Whether it has loaded, and lives. Call it now and then."""
         if self.error:
-            return ""
+            return False
         try:
             self.process.watch()
             is_ready = self.process.is_alive and self._ready.read_text("ascii") == str(self.process.pid)
@@ -321,11 +261,55 @@ class WarmDrafter:
         except DrafterProcessError as error:
             self.error = str(error)
             logger.warning("Spec rollout: a warm drafter drafts no more: %s", error)
-            return ""
+            return False
         # what has not loaded in good time is begun anew
         self.process.is_ready = self.process.is_ready or is_ready
-        return self.process.command.address if is_ready else ""
+        return is_ready
+
+    @property
+    def address(self) -> str:
+        """Where it drafts; empty: it sleeps, loads, was begun anew, or is given up. Call it now and then."""
+        is_there = self.is_ready and self._woken == self.process.pid
+        if is_there:
+            self._hear()
+        return self.process.command.address if is_there and not self._is_asleep else ""
+
+    def wake(self) -> None:
+        """Have it draft, once it has loaded. Nothing is waited for: `address` says when it does."""
+        if self.is_ready and self._woken != self.process.pid:
+            self._close()  # what was said to a former life
+            self._box, self._woken = Box(self.process.command.address), self.process.pid
+            self._box.send(Rest(False))
+
+    def sleep(self) -> None:
+        """Have it give its memory back, and wait until it has."""
+        if self._woken is None:
+            return
+        is_same, self._woken = self._woken == self.process.pid, None
+        if not (is_same and self.process.is_alive and self._box is not None):
+            return  # another life begins asleep
+        self._is_asleep, until = False, self._clock() + REST_S
+        self._box.send(Rest(True))
+        while not self._is_asleep and self.process.is_alive and self._clock() < until:
+            self._box.wait(_POLL_S)
+            self._hear()
+        if not self._is_asleep and self.process.is_alive:
+            logger.warning("Spec rollout: a drafter did not give its memory back within %.0f s and is killed", REST_S)
+            self.process.kill(waits=True)
 
     def stop(self) -> None:
+        self._close()
         self.process.stop()
         self._folder.cleanup()
+
+    def _hear(self) -> None:
+        """What it has said last."""
+        for message in self._box.receive() if self._box is not None else ():
+            if isinstance(message, Rest):
+                self._is_asleep = message.is_asleep
+
+    def _close(self) -> None:
+        self._is_asleep = True
+        if self._box is not None:
+            self._box.close()
+            self._box = None

@@ -1,18 +1,21 @@
 """Driver of a group: which requests are open, which engine runs which, and what engines said. It knows no Ray.
 
-What is asked of an engine arrives once and in order, or fails with the engine's death. So nothing that was said is ever
-looked for: an engine runs what it was given until it reports the end. `ladder.decide` says what is to be done.
+All of it runs in one event loop. Each engine has a task, which brings it to where the group is and then asks it for a
+report after the other. What is asked of an engine arrives once and in order, or fails with the engine's death. So
+nothing that was said is ever looked for: an engine runs what it was given until it reports the end. At each beat
+`ladder.decide` says what is to be done.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from vllm_specrollout.cluster.batch import Answer, GroupError, Open
+from vllm_specrollout.cluster.batch import Answer, BeginError, GroupError, Open
 from vllm_specrollout.cluster.ladder import Attach, Command, Copy, Engine, Move, Prices, Rules, decide
 from vllm_specrollout.cluster.reports import Given, Part, Report, Wanted
 from vllm_specrollout.errors import SpecRolloutError
@@ -21,111 +24,135 @@ from vllm_specrollout.scheduling.lengths import MOST_PROBLEMS, Lengths
 logger = logging.getLogger("vllm.specrollout")
 
 BEAT_S = 0.1
-"""Seconds between two reports of an engine; an answer's end is told at once."""
-
+"""Seconds between two decisions, and at least between two reports of an engine; what goes on is told more seldom."""
 
 BEHIND = -1
 """Version of an engine that could not follow the group: it gets nothing until it has what comes next."""
 
 
+_STRIDE = 256
+"""Tokens of an answer after which its length is forecast anew."""
+
+
+class EngineLost(Exception):
+    """The engine's process ended, and with it what was asked of it."""
+
+
 class Lines(Protocol):
     """What reaches the engines."""
 
-    def call(self, engine: str, then: Callable[[Any], None], method: str, *args: Any) -> None:
-        """Ask a method of an engine; `then` gets what it answers, unless the engine dies before."""
+    def call(self, engine: str, method: str, *args: Any) -> Awaitable[Any]:
+        """Ask a method of an engine; `admit` reaches the next life where one ends.
+
+        Raises:
+            EngineLost: as it says; of `admit`: there is no next life.
+            SpecRolloutError: the engine's.
+        """
 
     def send(self, engine: str, method: str, *args: Any) -> None:
         """The same, and nobody waits for an answer."""
+
+    def end(self, engine: str) -> None:
+        """End an engine's process, which is begun anew."""
 
 
 class Driver:
     """
     Args:
         engines: their names.
+        patience_s: seconds without a word after which an engine is begun anew.
         clock: seconds, from any zero.
     """
 
     def __init__(
-        self, lines: Lines, engines: Sequence[str], rules: Rules, clock: Callable[[], float] = time.monotonic
+        self,
+        lines: Lines,
+        engines: Sequence[str],
+        rules: Rules,
+        patience_s: float = 120.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.counts = dict.fromkeys(("lost", "resubmitted", "moved", "lent"), 0)
-        """Engines lost, requests that went on elsewhere after that; requests moved; drafters lent."""
+        self.counts = dict.fromkeys(("lost", "resubmitted", "moved"), 0)
+        """Engines lost, requests that went on elsewhere after that, and requests moved."""
         self.engines = {name: Engine() for name in engines}
         self.wanted = Wanted()
         self.open: dict[str, Open] = {}
         # in their order
         self.waiting: dict[str, None] = {}
-        self.heard: dict[str, float] = {}
-        """Engine that reports -> when it last said something new."""
         self.reasons: dict[str, str] = {}
         """Engine that was lost, or is behind -> why."""
         self.listener: Callable[[str, Report], None] = lambda engine, report: None
         """Told of each report before it is taken in."""
-        self.rules = rules
+        self.rules, self.patience_s = rules, patience_s
         self.lengths = Lengths()
         """Of answers, by their problems."""
+        self.is_held = False
+        """While weights arrive, nothing is given to anybody."""
         self._lines, self._prices, self._clock = lines, Prices(), clock
-        # (engine, run there) -> request; problem -> engine with its siblings
-        self._runs: dict[tuple[str, str], str] = {}
+        # run -> its request; problem -> engine with its siblings
+        self._runs: dict[str, Open] = {}
         self._homes: dict[str, str] = {}
-        self._decided_at, self._is_new = 0.0, True
-        for name in engines:
-            self._bid(name)
+        # engine -> when it last said something new
+        self._heard: dict[str, float] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        # those who wait for engines to get somewhere
+        self._watchers: list[asyncio.Future[None]] = []
+        # why nothing goes on
+        self._stopped: GroupError | None = None
 
-    @property
-    def is_brought(self) -> bool:
-        """Whether all engines that are up are where the group is, or have refused to get there."""
-        return all(one.version in (None, BEHIND, self.wanted.version) for one in self.engines.values())
+    def start(self) -> None:
+        """Have engines brought to where the group is, and hear them, in the loop that runs."""
+        self._tasks = [asyncio.ensure_future(self._serve(name)) for name in self.engines]
+        self._tasks.append(asyncio.ensure_future(self._beats()))
+
+    def stop(self, error: GroupError) -> None:
+        """Hear nobody any more; what is open ends with this error."""
+        for task in self._tasks:
+            task.cancel()
+        self._stopped = error
+        self._fail(list(self.open), error)
+        self._told()
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def add(self, asked: Mapping[str, Open]) -> None:
-        """Further requests."""
+        """Further requests. Each one's `sink` is told when it has its answer, or gets none.
+
+        Raises:
+            GroupError: no engine is left.
+        """
+        self.check_any()
         self.open |= asked
         self.waiting |= dict.fromkeys(asked)
-        self._is_new = True
 
     def drop(self, requests: Iterable[str]) -> None:
         """Forget requests, wherever they run."""
         for request in requests:
-            if self.open[request].engine:
-                self._stop(request)
-            del self.open[request]
-            self.waiting.pop(request, None)
+            if (own := self.open.pop(request, None)) is not None:
+                self._stop(own)
+                self.waiting.pop(request, None)
 
-    def take_answers(self, requests: Collection[str]) -> dict[str, Answer]:
-        """The answers that there are to these requests, which are forgotten.
-
-        Raises:
-            GroupError: one of them has none, and gets none.
-        """
-        found = {}
-        for request in requests:
-            own = self.open[request]
-            if own.failure is not None:
-                raise own.failure
-            if own.answer is not None:
-                found[request] = own.answer
-        for request in found:
-            del self.open[request]
-        return found
-
-    def decide(self) -> None:
-        """Have done what is to be done; at once where something has changed, and else in the next beat."""
-        now = self._clock()
-        if not self._is_new and now - self._decided_at < BEAT_S:
+    def beat(self) -> None:
+        """Have done what is to be done now."""
+        if not self.open or self.is_held:
             return
-        self._is_new, self._decided_at = False, now
+        if self.engines and all(one.version == BEHIND for one in self.engines.values()):
+            self._fail(list(self.waiting), GroupError(f"no engine can follow: {self._behind()}", _FOLLOW))
+        self._watch()
+        for command in self._decide():
+            self._follow(command)
+
+    def _decide(self) -> list[Command]:
         waiting = [(request, self.open[request].problem) for request in self.waiting]
         forecasts: dict[str, float] = {}
         if self.lengths.num_known:
             for request, problem in waiting:
                 if problem not in forecasts:
                     forecasts[problem] = self._expected(self.open[request])
-        for command in decide(
-            waiting, self.engines, self.wanted.version, self._homes, self.rules, self._prices, forecasts
-        ):
-            self._follow(command)
+        rules, version = self.rules, self.wanted.version
+        if rules.ladder == "attach":
+            rules = replace(rules, ladder="move")  # `Lending` does the rest, by what the engines themselves say
+        return decide(waiting, self.engines, version, self._homes, rules, self._prices, forecasts)
 
     def _expected(self, own: Open, tokens: int = 0) -> float:
         """Tokens that its answer is expected to have, which has so many now."""
@@ -133,158 +160,158 @@ class Driver:
 
     def _follow(self, command: Command) -> None:
         if isinstance(command, Attach):
-            self._attach(command)
             return
         own = self.open[command.request]
         if isinstance(command, Move):
             self.counts["moved"] += 1
-            self._stop(command.request)
-        else:
-            del self.waiting[command.request]
-        self._settle(own.problem, command.engine)
-        self._run(command.engine, own)
-
-    def _settle(self, problem: str, engine: str) -> None:
-        """Its siblings are at home there. Of as many problems as lengths are known; the oldest is forgotten."""
-        self._homes.pop(problem, None)
-        self._homes[problem] = engine
+            self._stop(own)
+        self.waiting.pop(command.request, None)
+        # of as many problems as lengths are known of; the oldest is forgotten
+        self._homes.pop(own.problem, None)
+        self._homes[own.problem] = command.engine
         if len(self._homes) > MOST_PROBLEMS:
             del self._homes[next(iter(self._homes))]
+        self._run(command.engine, own)
 
     def _run(self, name: str, own: Open) -> None:
         answer = own.begin(name, self.wanted.version)
-        self._runs[name, own.key] = own.request
+        self._runs[own.key] = own
         self.engines[name].running[own.request] = Copy(len(own.prompt), len(answer), may_move=own.is_resumable)
-        self._lines.send(name, "give", [Given(own.key, own.prompt, own.params, answer)])
+        self._lines.send(name, "give", [Given(own.key, own.prompt, own.params, answer, own.lora)])
 
-    def _attach(self, command: Attach) -> None:
-        one, lender = self.engines[command.engine], command.lender
-        keys = [self.open[request].key for request in command.requests]
-        address = self.engines[lender].drafter if keys else ""
-        if keys:
-            self.counts["lent"] += lender not in one.lent
-            one.lent[lender] = command.requests
-        else:
-            one.lent.pop(lender, None)
-
-        def then(wrong: str) -> None:
-            if wrong:
-                # costs help, and nothing else
-                logger.warning("Spec rollout: %s drafts for no request of %s: %s", lender, command.engine, wrong)
-
-        self._lines.call(command.engine, then, "attach", lender, address, keys)
+    def _watch(self) -> None:
+        """An engine that says nothing new while it runs requests hangs: it is ended, and begun anew."""
+        now = self._clock()
+        for name, at in self._heard.items():
+            if self.engines[name].running and now - at > self.patience_s:
+                logger.warning("Spec rollout: %s said nothing for %.0f s and is begun anew", name, self.patience_s)
+                self._heard[name] = now
+                self._lines.end(name)
 
     # --- what engines say ---------------------------------------------------------------------------------------------
 
-    def reported(self, name: str, report: Report) -> None:
-        self._lines.call(name, lambda found: self.reported(name, found), "report", BEAT_S)
+    def _reported(self, name: str, report: Report) -> None:
         self.listener(name, report)
         one = self.engines[name]
-        one.drafter = report.drafter
         if report.pace is not None:
             batch, steps, seconds = report.pace
             self._prices.stepped(batch, seconds / steps)
         self._prices.filled(*report.filled)
         if report.parts or not one.running:
-            self.heard[name] = self._clock()
+            self._heard[name] = self._clock()
+        runs, running, is_known = self._runs, one.running, bool(self.lengths.num_known)
         for key, part in report.parts.items():
-            request = self._runs.get((name, key))
-            if request is None:
+            own = runs.get(key)
+            if own is None:
                 continue  # it was stopped here meanwhile
-            own = self.open[request]
             own.extend(part)
-            copy = one.running[request]
-            copy.tokens += len(part.tokens)
-            copy.gained += len(part.tokens)
+            copy, count = running[own.request], len(part.tokens)
+            copy.tokens += count
+            copy.gained += count
             copy.steps += part.steps
-            if self.lengths.num_known:
-                copy.left = max(self._expected(own, copy.tokens) - copy.tokens, 1.0)
+            if is_known:
+                # an answer's forecast moves slowly, until it is outgrown
+                if copy.tokens >= own.asked_at:
+                    own.expected = self._expected(own, copy.tokens)
+                    own.asked_at = min(int(own.expected), copy.tokens + _STRIDE)
+                copy.left = max(own.expected - copy.tokens, 1.0)
             if part.finish:
                 self._end(name, own, part)
 
     def _end(self, name: str, own: Open, part: Part) -> None:
         if part.finish == "error":
-            own.failure = GroupError(f"{name} refused request {own.request}: {part.reason}", "change the request")
-        else:
-            own.end(part.finish, part.reason)
-            self.lengths.observe(own.problem, len(own.tokens))
-        self._is_new = True
-        self._stop(own.request, is_over=True)
+            cause = f"{name} refused request {own.request}: {part.reason}"
+            self._fail([own.request], GroupError(cause, "change the request"), is_over=True)
+            return
+        self.lengths.observe(own.problem, len(own.tokens))
+        answer = own.end(part)
+        self._close(own, answer, is_over=True)
 
-    def _stop(self, request: str, *, is_over: bool = False) -> None:
-        """It runs no more where it ran; what is known of it stays known."""
-        name = self.open[request].engine
-        key = self.open[request].leave()
-        del self._runs[name, key], self.engines[name].running[request]
+    def _fail(self, requests: Iterable[str], error: GroupError, *, is_over: bool = False) -> None:
+        """There will be no answer to these."""
+        for request in requests:
+            self._close(self.open[request], error, is_over=is_over)
+
+    def _close(self, own: Open, found: Answer | GroupError, *, is_over: bool = False) -> None:
+        self._stop(own, is_over=is_over)
+        self.waiting.pop(own.request, None)
+        del self.open[own.request]
+        own.sink(own.request, found)
+
+    def _stop(self, own: Open, *, is_over: bool = False) -> None:
+        """It runs no more where it ran, if anywhere; what is known of it stays known."""
+        if not own.engine:
+            return
+        name, own.engine = own.engine, ""
+        del self._runs[own.key], self.engines[name].running[own.request]
         if not is_over:
-            self._lines.send(name, "cancel", [key])
+            self._lines.send(name, "cancel", [own.key])
 
-    def _stop_all(self, name: str) -> list[str]:
+    def _stop_all(self, name: str) -> list[Open]:
         """What this engine ran waits again, before all others."""
-        stopped = list(self.engines[name].running)
-        for request in stopped:
-            self._stop(request, is_over=True)
-        self.waiting = dict.fromkeys([*stopped, *self.waiting])
+        stopped = [self.open[request] for request in self.engines[name].running]
+        for own in stopped:
+            self._stop(own, is_over=True)
+        self.waiting = dict.fromkeys([*(own.request for own in stopped), *self.waiting])
         return stopped
-
-    def equip(self, rules: Rules, models: Sequence[str]) -> None:
-        """What may be decided from now on, and the models that draft beside engines: these have one each in turns."""
-        self.rules = rules
-        for i, (name, one) in enumerate(self.engines.items()):
-            one.method = models[i % len(models)] if models else ""
-            if one.method and name in self.heard:
-                self._lines.send(name, "warm", one.method)
 
     # --- engines that come and go -------------------------------------------------------------------------------------
 
-    def _bid(self, name: str) -> None:
-        """An engine is to get to where the group is. A process that was begun anew has the weights of its start."""
-        wanted = self.wanted
-        self._lines.call(name, lambda found: self._admitted(name, wanted, *found), "admit", wanted)
+    @property
+    def is_brought(self) -> bool:
+        """Whether all engines that are up are where the group is, or have refused to get there."""
+        return all(one.version in (None, BEHIND, self.wanted.version) for one in self.engines.values())
 
-    def _admitted(self, name: str, wanted: Wanted, version: int, places: int) -> None:
-        one = self.engines[name]
-        self._is_new = True
-        if wanted != self.wanted:
-            if one.version is None:
-                self._bid(name)  # the group went on while it loaded
-            return
-        one.version, one.places = version, places
-        if name not in self.heard:
-            self._lines.call(name, lambda host: setattr(one, "host", host), "host")
-            if one.method:
-                self._lines.send(name, "warm", one.method)
-            self.reported(name, Report())
-        self.heard[name] = self._clock()
+    @property
+    def starting(self) -> list[str]:
+        """Engines that load."""
+        return [name for name, one in self.engines.items() if one.version is None]
 
-    def refuse(self, name: str, error: SpecRolloutError) -> None:
-        """It could not get to where the group is."""
-        self.engines[name].version, self.reasons[name] = BEHIND, error.cause
+    async def bring(self, **what: Any) -> None:
+        """All that are up are to get to what is wanted; the others do so when they come up.
 
-    def lose(self, name: str, reason: str) -> None:
-        """Its process ended: its requests go on elsewhere, and its next life is waited for.
+        What runs goes on behind the tokens that are known, once its engine is there.
 
         Raises:
-            GroupError: it has no next life, as it has ended before it was admitted; and no other engine is left.
+            GroupError: some could not.
         """
-        one = self.engines[name]
-        self.counts["lost"] += 1
-        self._is_new = True
-        self.reasons[name] = reason
-        for request in self._stop_all(name):
-            self.open[request].lose()
-            self.counts["resubmitted"] += 1
-        self.heard.pop(name, None)
-        for other in list(self.engines):
-            if name in self.engines[other].lent:
-                self._attach(Attach(other, name))  # its next life serves at another address
-        if one.version is not None:
-            self.engines[name] = Engine(method=one.method)
-            self._bid(name)
-            return
-        del self.engines[name]
-        logger.warning("Spec rollout: %s is gone for good: %s", name, reason)
+        self.wanted = replace(self.wanted, version=self.wanted.version + 1, **what)
+        self._interrupt()
+        for one in self.engines.values():
+            if one.version is not None:
+                one.version = self.wanted.version - 1  # one that was behind is on its way again
+        await self.until(lambda: self.is_brought)
         self.check_any()
+        if behind := self._behind():
+            count = sum(one.version == BEHIND for one in self.engines.values())
+            raise GroupError(
+                f"{count} of {len(self.engines)} engines could not follow: {behind}",
+                "they get no request until they can follow the next change",
+            )
+
+    def hold(self) -> None:
+        """From now on nobody gets anything, until `is_held` is false again."""
+        self.is_held = True
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        for name, one in self.engines.items():
+            keys = [self.open[request].key for request in one.running]
+            self._stop_all(name)
+            self._lines.send(name, "cancel", keys)  # so that it reports at once
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Until engines have got somewhere.
+
+        Raises:
+            GroupError: the driver was stopped.
+        """
+        while not holds():
+            if self._stopped is not None:
+                raise self._stopped
+            watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._watchers.append(watcher)
+            await watcher
 
     def check_any(self) -> None:
         """
@@ -297,16 +324,81 @@ class Driver:
                 f"no engine is left: {why}", "`LLM(...)` with the same arguments says more; see Ray's logs"
             )
 
-    def bring(self, **what: Any) -> None:
-        """All that are up are to get to what is wanted; the others do so when they come up.
+    def _behind(self) -> str:
+        return "; ".join(f"{n}: {self.reasons[n]}" for n, one in self.engines.items() if one.version == BEHIND)
 
-        What runs goes on behind the tokens that are known, once its engine is there.
+    async def _beats(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            try:
+                self.beat()
+            except Exception as error:  # else whoever waits for an answer would wait for ever
+                logger.exception("Spec rollout: a group's driver failed")
+                self._fail(list(self.open), GroupError(f"the group failed: {error!r}", "report this, with the log"))
+
+    async def _serve(self, name: str) -> None:
+        """An engine, through all its lives."""
+        while True:
+            try:
+                if self.engines[name].version in (BEHIND, self.wanted.version):
+                    self._reported(name, await self._lines.call(name, "report", BEAT_S))
+                else:
+                    await self._admit(name)
+            except EngineLost as error:
+                if not self._lose(name, str(error)):
+                    return
+            except Exception:  # an engine whose word cannot be taken is as good as dead
+                logger.exception("Spec rollout: %s is begun anew", name)
+                self._lines.end(name)
+
+    async def _admit(self, name: str) -> None:
+        """It gets to where the group is. A process that was begun anew has the weights of its start."""
+        wanted, one = self.wanted, self.engines[name]
+        try:
+            version, one.places, one.host = await self._lines.call(name, "admit", wanted)
+        except BeginError as error:
+            one.version = None  # another life would not begin either
+            raise EngineLost(error.cause) from None
+        except SpecRolloutError as error:
+            version, self.reasons[name] = BEHIND, error.cause
+            logger.warning("Spec rollout: %s gets no request, as it cannot follow the group: %s", name, error.cause)
+        if wanted == self.wanted:  # else the group went on while it loaded
+            one.version = version
+        self._heard[name] = self._clock()
+        self._told()
+
+    def _lose(self, name: str, reason: str) -> bool:
+        """Its process ended: its requests go on elsewhere. Whether it has a next life.
+
+        It has none if it ends before it was admitted: that was asked of its next life as well.
         """
-        self.wanted = replace(self.wanted, version=self.wanted.version + 1, **what)
-        self._is_new = True
-        for name, one in self.engines.items():
-            self._stop_all(name)  # being admitted ends it
-            one.lent.clear()
-            if one.version is not None:
-                one.version = self.wanted.version - 1  # one that was behind is on its way again
-                self._bid(name)
+        one = self.engines[name]
+        self.counts["lost"] += 1
+        self.reasons[name] = reason
+        for own in self._stop_all(name):
+            self.counts["resubmitted"] += 1
+            if (error := own.lose()) is not None:
+                self._fail([own.request], error)
+        self._heard.pop(name, None)
+        has_more = one.version is not None
+        if has_more:
+            self.engines[name] = Engine()
+        else:
+            del self.engines[name]
+            logger.warning("Spec rollout: %s is gone for good: %s", name, reason)
+            try:
+                self.check_any()
+            except GroupError as error:
+                self._fail(list(self.open), error)
+        self._told()
+        return has_more
+
+    def _told(self) -> None:
+        """Engines have got somewhere."""
+        watchers, self._watchers = self._watchers, []
+        for watcher in watchers:
+            if not watcher.done():
+                watcher.set_result(None)
+
+
+_FOLLOW = "give weights that they can load: `status` says what each one lacks"

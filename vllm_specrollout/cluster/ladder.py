@@ -167,7 +167,7 @@ def decide(
         forecasts: problem -> tokens that its answers are expected to have; None: nothing is known.
     """
     able = {name: one for name, one in engines.items() if one.version == version}
-    rooms = {name: Room(one.places - len(one.running), _tokens_left(one)) for name, one in able.items()}
+    rooms = {name: _room(one) for name, one in able.items()} if waiting else {}
     dealt = [Run(engine, request) for request, engine in deal(waiting, rooms, forecasts or {}, homes).items()]
     if rules.ladder == "off" or len(dealt) < len(waiting):
         return [*dealt, *_changes(able, {})]
@@ -180,9 +180,10 @@ def decide(
     return [*dealt, *moves, *_lending(able, [name for name in idle if name not in taken], rules.most)]
 
 
-def _tokens_left(engine: Engine) -> float:
-    """That it has to generate yet; of what nothing is known of, each request counts as one."""
-    return sum(one.left or 1.0 for one in engine.running.values())
+def _room(engine: Engine) -> Room:
+    """What it can take, and the tokens that it has to generate yet; those with no forecast count as one a request."""
+    places = engine.places - len(engine.running)
+    return Room(places, sum(one.left or 1.0 for one in engine.running.values()) if places > 0 else 0.0)
 
 
 def _moves(able: Mapping[str, Engine], idle: Sequence[str], prices: Prices) -> list[Move]:

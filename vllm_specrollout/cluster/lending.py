@@ -6,6 +6,7 @@ methods of their workers. It never waits for one: an engine that does not answer
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import threading
@@ -30,8 +31,11 @@ _MOST_SAID = 16  # of what is wrong with one engine
 LENT = "lent by "
 """Before a lender's name: what its drafter is called where it is attached."""
 
-Ask = Callable[[str, tuple[Any, ...]], "Future[Sequence[Any]]"]
+Ask = Callable[[str, tuple[Any, ...]], "Future[Sequence[Any]] | asyncio.Future[Sequence[Any]]"]
 """A method of an engine's workers, and its arguments; what each worker answers. It returns at once."""
+
+Warm = tuple[str, list[str], dict[str, Any]]
+"""Model of a drafter, its devices as the engine counts them (none: the engine's own), arguments of its engine."""
 
 
 @dataclass(slots=True)
@@ -39,10 +43,12 @@ class _Own:
     """One engine."""
 
     ask: Ask
+    # the drafter that it is to begin beside itself, unless it has one; None: none
+    warm: Warm | None = None
     # as it said last, and was told since; its version is None while it is left out, and 0 else
     stands: Engine = field(default_factory=Engine)
     # the call in flight: its method, and when it was made
-    call: Future[Sequence[Any]] | None = None
+    call: Future[Sequence[Any]] | asyncio.Future[Sequence[Any]] | None = None
     method: str = ""
     asked_at: float = 0.0
     # calls that follow
@@ -87,11 +93,12 @@ class Lending:
         check_range("most", most, 1, 4096)
         self.lent = 0
         """How often a drafter was lent to an engine."""
-        self._engines = {name: _Own(ask) for name, ask in engines.items()}
+        self._engines: dict[str, _Own] = {}
         self._warm = (drafter, list(devices), dict(drafter_engine or {})) if drafter else None
         self._rules, self._prices, self._clock = Rules("attach", most), Prices(), clock
         self._lock, self._ended = threading.RLock(), threading.Event()
         self._thread: threading.Thread | None = None
+        self.add(engines)
 
     # --- by whoever owns the engines ----------------------------------------------------------------------------------
 
@@ -106,9 +113,14 @@ class Lending:
         with self._lock:
             self.remove(list(self._engines))
 
-    def add(self, engines: Mapping[str, Ask]) -> None:
+    def add(self, engines: Mapping[str, Ask], warm: Warm | None = None) -> None:
+        """Further engines.
+
+        Args:
+            warm: their drafter; None: as of all.
+        """
         with self._lock:
-            self._engines |= {name: _Own(ask) for name, ask in engines.items()}
+            self._engines |= {name: _Own(ask, warm or self._warm) for name, ask in engines.items()}
 
     def remove(self, names: Sequence[str]) -> None:
         """These are somebody else's now. What they lent is taken back in the next beat, what they borrowed at once."""
@@ -136,6 +148,11 @@ class Lending:
             accepted = sum(own.accepted for own in self._engines.values())
             return {"lent": self.lent, "verified_nodes": verified, "accepted_nodes": accepted, "engines": engines}
 
+    def borrowed(self, engine: str) -> Mapping[str, Sequence[str]]:
+        """Lender -> the requests of this engine that its drafter drafts for."""
+        own = self._engines.get(engine)
+        return {} if own is None else own.stands.lent
+
     # --- the beat -----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -146,13 +163,18 @@ class Lending:
                 logger.exception("Spec rollout: drafters are lent no more")
                 return
 
-    def beat(self) -> None:
-        """Take in what was answered, decide, and ask what is next."""
+    def beat(self, *, is_lent: bool = True) -> None:
+        """Take in what was answered, decide, and ask what is next.
+
+        Args:
+            is_lent: whether anything may be lent from now on; else all is taken back.
+        """
         with self._lock:
             for name, own in self._engines.items():
                 self._hear(name, own)
             stands = {name: own.stands for name, own in self._engines.items()}
-            commands = [one for one in decide((), stands, 0, {}, self._rules, self._prices) if isinstance(one, Attach)]
+            rules = self._rules if is_lent else Rules()
+            commands = [one for one in decide((), stands, 0, {}, rules, self._prices) if isinstance(one, Attach)]
             # one that was told something since it spoke stands otherwise than it said; and an answer that is on its
             # way would know nothing of what is told now
             fresh = {name for name, own in self._engines.items() if own.is_fresh and own.call is None}
@@ -224,8 +246,8 @@ class Lending:
         own.is_fresh = not stale
         if own.may_warm:
             own.wrong = ""
-        if self._warm is not None and own.may_warm and not found["model"]:
-            own.todo.append(("spec_rollout_warm", self._warm))
+        if own.warm is not None and own.may_warm and not found["model"]:
+            own.todo.append(("spec_rollout_warm", own.warm))
 
     def _attach(self, command: Attach) -> None:
         own, lender = self._engines[command.engine], command.lender

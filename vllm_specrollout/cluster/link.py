@@ -199,8 +199,6 @@ class Link:
     def watch(self) -> None:
         """Look after the drafter: whether it still lives, and whether it is to be greeted again."""
         if self.error:
-            if self.process is not None:
-                self.process.see_off()
             return
         now = self._clock()
         if self.is_there and self._told_at is not None and now - self._told_at > HANG_S:

@@ -4,7 +4,8 @@ What belongs here: what is said, and what is wrong with what was said. How it tr
 bytes, little-endian, so a message costs the same for one request and for many.
 
 An engine says `Hello`, then `Told` with each step; a drafter answers `Hello`, then says `Drafted` with each pass.
-Either end forgets the other's requests when it hears a `Hello`: it has begun anew.
+Either end forgets the other's requests when it hears a `Hello`: it has begun anew. The engine whose memory a drafter
+shares says `Rest`, and hears the same once it is so.
 """
 
 from __future__ import annotations
@@ -112,7 +113,13 @@ class Bye(Struct, frozen=True, array_like=True, tag="bye"):
     reason: _Text
 
 
-Message = Hello | Told | Drafted | Bye
+class Rest(Struct, frozen=True, array_like=True, tag="rest"):
+    """An engine: give your memory back, or take it again. A drafter: that is done."""
+
+    is_asleep: bool
+
+
+Message = Hello | Told | Drafted | Bye | Rest
 _encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Message)
 MOST_BYTES = 8 << 20
 """Of a message: what may be longer is cut into several by whoever sends it."""

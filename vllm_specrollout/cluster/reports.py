@@ -14,7 +14,8 @@ class Wanted:
     # of all that follows
     version: int = 0
     epoch: int | None = None
-    # (version, method of vLLM's workers that brings the weights, its arguments); None: the weights of the start
+    # (version, method of vLLM's workers that brings the weights, its arguments); None: the weights of the start. The
+    # method is empty where they came by a transfer, which nobody can repeat
     update: tuple[int, str, Mapping[str, Any]] | None = None
     # vLLM's sleep level; 0: awake
     asleep: int = 0
@@ -32,6 +33,8 @@ class Given:
     params: Any
     # [n] token ids of the answer so far
     answer: Sequence[int] = ()
+    # `LoRARequest`, or its arguments; None: no adapter
+    lora: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +43,17 @@ class Part:
 
     # [n] token ids
     tokens: Sequence[int]
-    # [n] of these tokens, natural logarithm; empty where `logprobs` was not 0
+    # [n] of these tokens, natural logarithm; empty where `logprobs` was unset
     logprobs: Sequence[float]
     steps: int
     # vLLM's reason for its end, `error` where it was refused; empty: it goes on
     finish: str = ""
     # the stop token or string, or what was wrong
     reason: str = ""
+    # of the whole answer, at its end; empty where nothing detokenizes
+    text: str = ""
+    # [n] token id -> (natural logarithm, rank), where `logprobs` was above 0
+    choices: Sequence[Mapping[int, tuple[float, int]]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,5 +66,3 @@ class Report:
     pace: tuple[int, int, float] | None = None
     # tokens of prompts that were computed, and how much longer steps took for them
     filled: tuple[int, float] = (0, 0.0)
-    # address of the warm drafter; empty: there is none that can draft now
-    drafter: str = ""

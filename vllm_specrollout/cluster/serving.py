@@ -25,6 +25,7 @@ from vllm_specrollout.cluster.messages import (
     Hello,
     Message,
     Opened,
+    Rest,
     Told,
     ints,
     longs,
@@ -73,6 +74,11 @@ class Engine(Protocol):
     def step(self) -> list[Grown]:
         """One pass of all its requests."""
         ...
+
+    def sleep(self) -> None:
+        """Give memory back; it has no requests."""
+
+    def wake(self) -> None: ...
 
 
 class Post(Protocol):
@@ -128,6 +134,7 @@ class Serving:
     ) -> None:
         self.targets: dict[bytes, Target] = {}
         self.work = Work()
+        self.is_asleep = False
         self.noise, self._survival = NoiseTrial(), Survival()
         self._engine, self._post, self._is_over, self._clock = engine, post, is_over, clock
         # request of the engine -> whose it is
@@ -162,6 +169,9 @@ class Serving:
             self._meet(name)
         elif isinstance(message, Bye):
             self._forget(name)
+        elif isinstance(message, Rest):
+            self.rest(message.is_asleep)
+            self._post.send(name, message)
         elif isinstance(message, Told):
             target = self.targets.get(name)
             if target is None:
@@ -170,6 +180,21 @@ class Serving:
                 return
             target.heard_at, target.fan_out, target.waits = now, message.fan_out, True
             self._told(target, message)
+
+    def rest(self, is_asleep: bool) -> None:
+        """Asleep it drafts for nobody, and the engines that it serves still hear that it lives."""
+        if is_asleep == self.is_asleep:
+            return
+        self.is_asleep = is_asleep
+        if is_asleep:
+            for target in self.targets.values():
+                for handle in list(target.lines):
+                    self._close(target, handle)
+            self._engine.sleep()
+        else:
+            self._engine.wake()
+            for name in list(self.targets):
+                self._meet(name)  # what they opened meanwhile is opened again
 
     def _meet(self, name: bytes) -> None:
         """Begin anew with an engine: it opens its requests once it hears the greeting."""
@@ -199,6 +224,8 @@ class Serving:
 
     def _open(self, target: Target, opened: Opened) -> None:
         self._close(target, opened.handle)
+        if self.is_asleep:
+            return
         tokens = ints(opened.token_ids).tolist()
         lines = sum(len(one.lines) for one in self.targets.values())
         if max(tokens) >= self._engine.vocab_size or len(tokens) > self._engine.most_tokens or lines >= MOST_REQUESTS:

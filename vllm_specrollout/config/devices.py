@@ -85,6 +85,18 @@ def together(name: str, texts: Sequence[str]) -> Devices | None:
     return Devices(each[0].kind, tuple(dict.fromkeys(number for one in each for number in one.numbers)))
 
 
+def shared(kind: str, index: int) -> tuple[str, ...]:
+    """The devices of this process, for one that shares them: its GPU, or the cores that its threads are bound to.
+
+    Args:
+        index: of the GPU, as this process counts them.
+    """
+    if kind == "cuda":
+        return (f"cuda:{index}",)
+    cores = f"cpu:{os.environ.get('VLLM_CPU_OMP_THREADS_BIND', '').replace('|', ',')}"
+    return (cores,) if re.fullmatch(FORM, cores) else ()
+
+
 def check_apart(name: str, devices: Sequence[Devices]) -> None:
     """Refuse two engines on one GPU, where neither finds the memory that it counts on. Cores may be shared.
 

@@ -72,8 +72,6 @@ class DecoupledDrafter(BaseDrafter):
         self._connect, self._clock = connect, clock
         # of links that are no more: trees that came, and tokens wasted
         self._gone = (0, 0)
-        # begun by the engine, told to end, and not known to have ended
-        self._dismissed: list[DrafterProcess] = []
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -109,7 +107,6 @@ class DecoupledDrafter(BaseDrafter):
         for link in self.links.values():
             link.receive()
             link.watch()
-        self._dismissed = [process for process in self._dismissed if not process.see_off()]
 
     def finish(self, ending: FinishedRequest) -> None:
         self.forget(ending.request_id)
@@ -120,11 +117,11 @@ class DecoupledDrafter(BaseDrafter):
 
     def close(self) -> None:
         """The engine ends."""
+        processes = [link.process for link in self.links.values() if link.process is not None]
         for name in list(self.links):
             self._drop(name, "the engine ends")
-        for process in self._dismissed:
+        for process in processes:
             process.stop()
-        self._dismissed.clear()
 
     # --- links -------------------------------------------------------------------------------------------------------
 
@@ -225,8 +222,6 @@ class DecoupledDrafter(BaseDrafter):
     def _drop(self, name: str, why: str) -> None:
         link = self.links.pop(name)
         link.leave(why)
-        if link.process is not None:
-            self._dismissed.append(link.process)
         trees, wasted = self._gone
         self._gone = trees + link.counts.trees, wasted + link.counts.wasted
         self.works_ahead = bool(self.links)

@@ -125,7 +125,7 @@ def load_head(folder: Path, source: Source) -> Any:
         raise ConfigError(
             f"the head in `{folder}` takes {taken[1]} values each of layers {list(taken[0])}, the hidden states are"
             f" {source.hidden_size} of {list(source.layers)}",
-            "collect with these layers (`collect.layers`), or train a new head",
+            "train a new head",
         )
     return _ready(head)
 

@@ -31,6 +31,7 @@ METHODS = ("eagle3", "eagle")
 WORTH = 1.8 / 6
 """Accepted tokens per level from which on a head is worth its passes."""
 _FORMAT = 3  # of the state
+_MAY_CHANGE = ("threads", "judge_rows", "memory_gib")  # when a run goes on
 Prefill = Callable[[Path, tuple[int, ...], Sequence[KeptAnswer]], Iterator[Rows]]
 """(target, layers, answers) -> what the target computes for each answer."""
 
@@ -50,6 +51,8 @@ class TrainConfig:
     """Rows between two judgements. Each saves the run's state, and the head if it is the best so far."""
     memory_gib: Annotated[float, Range(0.0001, 4096.0)] = 4.0
     """Hidden states in memory at a time; with more answers, they are computed in turns."""
+    threads: Annotated[int, Range(0, 4096)] = 0
+    """Of torch; 0: as many as it takes by itself."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -106,9 +109,13 @@ class HeadRun:
         self._answers, self._prefill = answers, prefill
         rate = config.rate or (NEW_RATE if start is None else TRAINED_RATE)
         own = LearnerConfig(**learner, rate=rate)
-        self._about = {**asdict(config), **asdict(own), "start": str(start or ""), "format": _FORMAT}
+        about = {**asdict(config), **asdict(own), "start": str(start or ""), "format": _FORMAT}
+        self._about = {name: one for name, one in about.items() if name not in _MAY_CHANGE}
+        del self._about["threads"]  # a run may go on with others
         state = self._state()
         torch.manual_seed(own.seed)
+        if config.threads:
+            torch.set_num_threads(config.threads)
         self._waiting = answers.unread()
         if not self._waiting:
             raise UnsupportedError("the file holds no answer", "write a line for each answer first")
@@ -246,11 +253,6 @@ class HeadRun:
         line |= {"met": [round(one, 4) for one in found.met], "seconds": round(seconds, 1)}
         with (self.out / METRICS).open("a", encoding="utf-8") as metrics:
             metrics.write(json.dumps(line) + "\n")
-
-
-def set_threads(count: int) -> None:
-    """Torch's."""
-    torch.set_num_threads(count)
 
 
 def _shape_of(target: Path, start: Path | None) -> tuple[tuple[int, ...], int]:

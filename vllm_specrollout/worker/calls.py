@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from vllm_specrollout.cluster.child import WarmDrafter
+from vllm_specrollout.cluster.mail import reach
 from vllm_specrollout.cluster.prefills import Prefills
 from vllm_specrollout.cluster.profiles import Learning, kept, of_engine
 from vllm_specrollout.config import DECOUPLED_SOURCES
@@ -31,6 +31,7 @@ from vllm_specrollout.worker.profiling import key_of
 from vllm_specrollout.worker.weights_version import WeightsMixin
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu_worker import Worker as _Base
 
     from vllm_specrollout.drafters.decoupled import DecoupledDrafter
@@ -49,8 +50,9 @@ class DrafterMixin(_Base):
     # where the drafter's weights came from last, and out of which folder they may not; None: as the engine was started
     _drafter_place: tuple[Path, Path | None] | None = None
     _has_lost_weights = False
-    # for other engines to attach; None: there is none
+    # for other engines to attach; None: there is none. While this engine sleeps it may not wake up
     _warm: WarmDrafter | None = None
+    _is_asleep = False
 
     def spec_rollout_load_drafter(self, path: str, below: str | None = None) -> dict[str, Any]:
         """Other weights for the model that drafts; see `swap`. An error comes back as its cause and hint, and whether
@@ -68,13 +70,26 @@ class DrafterMixin(_Base):
         # level 2 throws all weights away, and a trainer brings the target's alone
         self._has_lost_weights = self._has_lost_weights or level >= 2
         self.model_runner.settle()  # steps in flight may hold memory of the device
+        self._is_asleep = True
+        self._rest_drafter()
         super().sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         super().wake_up(tags)
+        self._is_asleep = self._is_asleep and tags is not None and "kv_cache" not in tags
         if self._has_lost_weights and (tags is None or "weights" in tags):
             self._has_lost_weights = False
             self._load_again()
+
+    def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        if scheduler_output.total_num_scheduled_tokens:
+            self._rest_drafter()  # before the first prefill
+        return super().execute_model(scheduler_output, *args, **kwargs)
+
+    def _rest_drafter(self) -> None:
+        """The drafter beside this engine gives its memory back."""
+        if self._warm is not None:
+            self._warm.sleep()
 
     def _load_again(self) -> None:
         """The drafter has its weights again, from where they came, or is off: the engine wakes up either way."""
@@ -119,10 +134,11 @@ class DrafterMixin(_Base):
     def spec_rollout_warm(
         self, model: str, devices: Sequence[str] = (), engine_args: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Begin a drafter beside this engine, for others to attach while this one is idle. It ends with the engine.
+        """Begin a drafter beside this engine, for others to attach while this one is idle. It sleeps while this engine
+        works, and ends with it.
 
         Args:
-            devices: such as `cpu:2` or `cuda:1`, as this process counts them; empty: the host's cores.
+            devices: such as `cpu:2` or `cuda:1`, as this process counts them; empty: the engine's own.
             engine_args: of the drafter's engine, where they are others than this one's.
         """
 
@@ -144,12 +160,15 @@ class DrafterMixin(_Base):
 
     def _standing(self, own: DecoupledDrafter) -> dict[str, Any]:
         runner, warm = self.model_runner, self._warm
+        running = runner.standing()
+        if warm is not None and not running and not self._is_asleep:
+            warm.wake()
         verified, accepted = runner.metrics.nodes_of(DECOUPLED_SOURCES)
         return {
-            "running": runner.standing(),
+            "running": running,
             "steps": runner.step.number,
             "places": runner.vllm_config.scheduler_config.max_num_seqs,
-            "host": socket.gethostname(),
+            "host": reach(),
             "drafter": "" if warm is None else warm.address,
             "model": "" if warm is None else warm.process.command.model,
             "attached": {name: sorted(link.only) for name, link in own.links.items() if link.only is not None},

@@ -7,6 +7,8 @@ the request up where its answer stands.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -50,7 +52,7 @@ class DrafterEngine:
         self.vocab_size = config.model_config.get_vocab_size()
         self.max_requests = config.scheduler_config.max_num_seqs
         self.most_tokens = config.model_config.max_model_len - 1
-        self._takes_up = takes_up
+        self._takes_up, self._has_sleep = takes_up, config.model_config.enable_sleep_mode
         self._warm_up()
 
     def _warm_up(self) -> None:
@@ -97,6 +99,19 @@ class DrafterEngine:
                 found.append(_grown(output.request_id, token, known, is_over))
         return found
 
+    def sleep(self) -> None:
+        """Give memory back, all but the weights; on GPUs those go to the host. It has no requests."""
+        if self._has_sleep:
+            self.llm.sleep(1)
+        else:
+            # vLLM has no such allocator on cores: the kernel takes the pages of the KV cache, and what it held is gone
+            self.llm.reset_prefix_cache()
+            self.llm.collective_rpc(_give_pages_back)
+
+    def wake(self) -> None:
+        if self._has_sleep:
+            self.llm.wake_up()  # on cores, pages come back as they are written to
+
     def shutdown(self) -> None:
         self.llm.engine_core.shutdown()
 
@@ -105,3 +120,16 @@ def _grown(name: str, token: int, known: Mapping[int, Any], is_over: bool) -> Gr
     likeliest = sorted(known, key=lambda one: -known[one].logprob)
     tokens = [token, *(one for one in likeliest if one != token)]
     return Grown(name, tokens, [known[one].logprob for one in tokens], likeliest[0], is_over)
+
+
+def _give_pages_back(worker: Any) -> None:
+    """Of the KV cache; and what the heap has free, as of the last requests."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    caches = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in worker.model_runner.kv_caches}
+    for begin, cache in caches.items():
+        first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+        whole = (begin + cache.nbytes() - first) // mmap.PAGESIZE * mmap.PAGESIZE
+        if cache.device.type == "cpu" and whole > 0:
+            libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(whole), mmap.MADV_DONTNEED)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)

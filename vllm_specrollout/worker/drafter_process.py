@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--cores", default="")
     parser.add_argument("--stock", action="store_true")
     parser.add_argument("--ready", default="")
+    parser.add_argument("--asleep", action="store_true")
     given = parser.parse_args()
     # in a group it ends with its engine, even while it loads
     if given.bound or envs.ends_with_parent():
@@ -46,6 +47,7 @@ def main() -> None:
             parent=given.parent,
             takes_up=not given.stock,
             ready=ready,
+            is_asleep=given.asleep,
         )
 
 
@@ -59,6 +61,7 @@ def serve(
     takes_up: bool = True,
     key_file: str = "",
     ready: Callable[[str], None] = lambda address: None,
+    is_asleep: bool = False,
 ) -> None:
     """Draft with a model for all engines that post at an address, until this process is told to end.
 
@@ -68,6 +71,7 @@ def serve(
         takes_up: as of `DrafterEngine`.
         key_file: of an address of tcp: made where it is not there.
         ready: told the address, once this process drafts.
+        is_asleep: until it is told otherwise, it has given its memory back.
 
     Raises:
         ConfigError, MailError: the address cannot be used.
@@ -82,9 +86,13 @@ def serve(
 
         engine = DrafterEngine(model, engine_args, takes_up=takes_up)
         try:
+            serving = Serving(
+                engine, office, lambda: ending.is_asked or (parent is not None and os.getppid() != parent)
+            )
+            serving.rest(is_asleep)
             ready(office.address)
             ending.wait_for_turn()
-            Serving(engine, office, lambda: ending.is_asked or (parent is not None and os.getppid() != parent)).run()
+            serving.run()
         finally:
             engine.shutdown()
     finally:

@@ -22,8 +22,6 @@ from vllm_specrollout.training.answers import AnswerRing
 from vllm_specrollout.training.rows import RowSink, RowsPart
 from vllm_specrollout.types import IntArray
 
-WANTED = "spec_rollout_wanted"
-
 
 @dataclass(frozen=True, slots=True)
 class WantedRows:
@@ -49,11 +47,14 @@ def turn(scheduler: Any, schedule: Callable[[], SchedulerOutput]) -> SchedulerOu
     if scheduler.scheduler_config.enable_chunked_prefill:
         scheduler.max_num_scheduled_tokens = min(stock, scheduler.prefill_tokens)
     try:
-        output = schedule()
+        return schedule()
     finally:
         scheduler.max_num_scheduled_tokens = stock
-    setattr(output, WANTED, {name: _wanted(scheduler, name, n) for name, n in output.num_scheduled_tokens.items()})
-    return output
+
+
+def wanted_rows(scheduler: Any, output: SchedulerOutput) -> dict[str, WantedRows]:
+    """What such a step computes: request -> its rows."""
+    return {name: _wanted(scheduler, name, count) for name, count in output.num_scheduled_tokens.items()}
 
 
 def _wanted(scheduler: Any, name: str, count: int) -> WantedRows:
@@ -110,14 +111,14 @@ class Tap:
             return
         rows = torch.cat([torch.arange(begin, end) for _, begin, end in kept]).to(hidden.device)
         self.sink.send(
-            [_part(name, wanted[name]) for name, *_ in kept],
+            [
+                RowsPart(name, one.begin, len(one.token_ids), one.total, one.mark["prompt_tokens"], version)
+                for name, *_ in kept
+                for one in (wanted[name],)
+            ],
             np.concatenate([wanted[name].token_ids for name, *_ in kept]),
             torch.stack([column[rows] for column in (*(layers or ()), hidden)], dim=1),
         )
-
-
-def _part(name: str, one: WantedRows) -> RowsPart:
-    return RowsPart(name, one.begin, len(one.token_ids), one.total, one.mark["prompt_tokens"], one.mark["version"])
 
 
 def answers_for(runner: Any, address: str, most_tokens: int) -> dict[str, Any]:

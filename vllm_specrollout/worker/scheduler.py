@@ -32,7 +32,7 @@ from vllm_specrollout.scheduling.stop_strings import answers
 from vllm_specrollout.types import FinishReason
 from vllm_specrollout.worker.arriving import Arrivals, mark
 from vllm_specrollout.worker.common import REQUEST_METRICS_KEY, config_of, with_speculation
-from vllm_specrollout.worker.hidden import WANTED, WantedRows, drop, tell_dropped, turn
+from vllm_specrollout.worker.hidden import WantedRows, drop, tell_dropped, turn, wanted_rows
 
 _Base = Scheduler if TYPE_CHECKING else object
 logger = init_logger("vllm.specrollout")
@@ -52,7 +52,7 @@ _STATUS = {
 }
 _ANY = 1 << 30  # draft tokens; more than any request has
 _ENDINGS, _WAITING, _STEP = "spec_rollout_endings", "spec_rollout_waiting", "spec_rollout_step"
-_SIGNALLED = "spec_rollout_signalled"
+_SIGNALLED, _WANTED = "spec_rollout_signalled", "spec_rollout_wanted"
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def step_of(scheduler_output: SchedulerOutput) -> int:
 
 def wanted_of(scheduler_output: SchedulerOutput) -> dict[str, WantedRows] | None:
     """What the step computes of marked requests; None: none are there."""
-    return getattr(scheduler_output, WANTED, None)
+    return getattr(scheduler_output, _WANTED, None)
 
 
 def is_signalled(scheduler_output: SchedulerOutput) -> bool:
@@ -183,6 +183,8 @@ class SchedulerMixin(_Base):
             setattr(output, _ENDINGS, ended)
         if output.scheduled_new_reqs:
             mark(output, self.requests)
+        if self.marked:
+            setattr(output, _WANTED, wanted_rows(self, output))
         setattr(output, _WAITING, len(self.waiting))
         setattr(output, _STEP, self._step)
         if self._is_signalled and output.total_num_scheduled_tokens:

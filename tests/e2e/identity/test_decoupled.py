@@ -268,7 +268,7 @@ def test_thirty_schedules_of_faults_change_no_token(stage: Stage) -> None:
         doomed = {9: "first", 17: "drafter", 25: "second"}.get(number, "")
 
         def before_step(step: int, rng: random.Random = rng, doomed: str = doomed, stopped: set[int] = stopped) -> None:
-            _ = [warm.address for warm in stage.pool.values()]
+            _ = [warm.wake() or warm.address for warm in stage.pool.values()]
             if doomed and step == 4:
                 pid = started.process.pid if doomed == "drafter" else stage.pool[doomed].process.pid
                 # 0 would be the tests themselves; one that hung for too long may just have been killed

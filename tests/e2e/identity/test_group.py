@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import shutil
 import signal
@@ -18,6 +19,10 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("ray")
 
+from vllm import SamplingParams
+from vllm.utils.network_utils import get_open_port
+
+from tests.e2e.identity import gloo
 from tests.e2e.identity.cases import cases
 from tests.e2e.identity.check import VOCAB
 from tests.e2e.identity.compare import run
@@ -80,7 +85,8 @@ def truth(path: str, other: str) -> tuple[list[Any], Tokens, Tokens]:
 @pytest.fixture(scope="module")
 def group(path: str, truth: Any) -> Iterator[SpecGroup]:
     """Two engines, each with a warm drafter, which is the target itself: what it drafts is met."""
-    settings = {**ENGINE, "kv_cache_memory_bytes": 1 << 27}
+    settings = {**ENGINE, "kv_cache_memory_bytes": 1 << 27, "weight_transfer_config": {"backend": gloo.NAME}}
+    settings["worker_extension_cls"] = "tests.e2e.identity.gloo.Extension"
     drafter = {**ENGINE, "kv_cache_memory_bytes": 1 << 26}
     with SpecGroup(
         path, ladder="attach", drafters=[path], engine=settings, drafter_engine=drafter, spec_rollout=DRAFTS
@@ -122,28 +128,32 @@ def accepted(group: SpecGroup) -> list[int]:
 
 
 def once(group: SpecGroup, holds: Callable[[], bool], what: Callable[[], None]) -> None:
-    """Do something as soon as it holds, between two turns of the driver."""
-    take, is_done = group._take, False
+    """Do something as soon as it holds, between two reports."""
+    is_done = False
 
-    def watched() -> None:
+    def watched(engine: str, report: Any) -> None:
         nonlocal is_done
-        take()
         if not is_done and holds():
             is_done = True
             what()
 
-    group._take = watched  # type: ignore[method-assign]
+    group._driver.listener = watched
 
 
 def await_all(group: SpecGroup) -> None:
+    await_that(group, lambda one: bool(one["is_up"]))
+
+
+def await_that(group: SpecGroup, holds: Callable[[dict[str, Any]], bool]) -> None:
+    """Of each engine."""
     end = time.monotonic() + 600
-    while not all(one["is_up"] for one in group.status()["engines"].values()):
+    while not all(holds(one) for one in group.status()["engines"].values()):
         assert time.monotonic() < end
-        group._turn({})
+        time.sleep(0.1)
 
 
 def pid_of(group: SpecGroup, name: str) -> int:
-    return group._one(name, "pid")
+    return int(group._run(group._calls.call(name, "pid")))
 
 
 # groups of their own come first: beside the others' group they would find neither memory nor Ray's cores
@@ -165,12 +175,10 @@ def test_drafters_are_chosen_by_what_an_earlier_group_measured(
     more: dict[str, Any] = {"engine": {**ENGINE, "kv_cache_memory_bytes": 1 << 27}, "spec_rollout": DRAFTS}
     own = {"drafter_engine": {**ENGINE, "kv_cache_memory_bytes": 1 << 26}}
     with SpecGroup(path, ladder="attach", drafters=[path], **own, **more) as group:
+        await_that(group, lambda one: bool(one["drafter"]))
         end = time.monotonic() + 600
-        while not all(one["drafter"] for one in group.status()["engines"].values()):
-            assert time.monotonic() < end
-            group._turn({})
         for number in itertools.count():
-            if known := group._profiles():
+            if known := group._run(group._profiles()):
                 break
             assert time.monotonic() < end
             assert ask(group, anew(requests[1:2], number)) == wanted[1:2]
@@ -178,37 +186,27 @@ def test_drafters_are_chosen_by_what_an_earlier_group_measured(
     ladder, models = choose_ladder(known)
     with SpecGroup(path, drafters="auto", **own, **more) as group:
         assert group.status()["ladder"] == ladder
-        assert {one.method for one in group._driver.engines.values()} == set(models or [""])
+        await_that(group, lambda one: bool(one["drafter"]) == bool(models))
         assert ask(group, requests) == wanted
 
 
 def test_answers_of_a_group_are_stocks_and_an_idle_engines_drafter_helps(group: SpecGroup, truth: Any) -> None:
     requests, wanted, _ = truth
     assert ask(group, requests) == wanted
-    end = time.monotonic() + 600
-    while not all(one["drafter"] for one in group.status()["engines"].values()):
-        assert time.monotonic() < end
-        group._turn({})
-    before = group.status()["lent"]
-    matched: list[int] = []
+    await_that(group, lambda one: bool(one["drafter"]))
+    before, end = group.status()["lent"], time.monotonic() + 600
 
-    def look() -> bool:
-        busy = [name for name, one in group.status()["engines"].items() if one["lent"]]
-        for name in busy:
-            (state,) = group._one(name, "rpc", "drafters_state", [], {})
-            matched.extend(one["matched"] for one in state.values())
-        return False
+    def met() -> int:
+        return int(group._lending.status()["accepted_nodes"]) if group._lending else 0
 
-    once(group, look, lambda: None)
-    try:
-        # an answer may be over before what is lent to it has drafted
-        for number in itertools.count():
-            assert ask(group, anew(requests[1:2], number)) == wanted[1:2]
-            if max(matched, default=0) or time.monotonic() > end:
-                break
-    finally:
-        del group._take  # type: ignore[attr-defined]
-    assert group.status()["lent"] > before and max(matched, default=0) > 0
+    # an answer may be over before what is lent to it has drafted, and then nothing of it was drafted
+    for number in itertools.count():
+        (case,) = anew(requests[1:2], number)
+        (found,) = group.generate([case.prompt], case.params)
+        assert found.token_ids == wanted[1]
+        if met() or time.monotonic() > end:
+            break
+    assert group.status()["lent"] > before and met() > 0
 
 
 @pytest.mark.parametrize("victim", ["the actor", "its engine"])
@@ -225,10 +223,7 @@ def test_requests_of_an_engine_killed_amid_a_batch_go_on_elsewhere(group: SpecGr
         return any(copy.gained for copy in group._driver.engines[name].running.values())
 
     once(group, is_amid, lambda: os.kill(killed.pid, signal.SIGKILL))
-    try:
-        assert ask(group, requests) == wanted
-    finally:
-        del group._take  # type: ignore[attr-defined]
+    assert ask(group, requests) == wanted
     assert group.status()["lost"] == lost + 1
     _, alive = psutil.wait_procs([actor, *below], timeout=60)
     assert not alive, "an engine's processes end with it"
@@ -242,7 +237,7 @@ def test_an_engine_that_comes_back_has_the_weights_that_were_pushed_meanwhile(
     requests, wanted, changed = truth
     os.kill(pid_of(group, "engine-1"), signal.SIGKILL)
     while group.status()["engines"]["engine-1"]["is_up"]:
-        group._turn({})
+        time.sleep(0.1)
     version = group.update_weights(weights_path=other)
     assert ask(group, requests) == changed
     await_all(group)
@@ -271,6 +266,48 @@ def test_weights_pushed_amid_a_batch_give_the_tokens_behind_those_that_had_come(
     assert switched, "some request had begun, and went on"
     group.update_weights(weights_path=path)
     assert ask(group, requests) == wanted
+
+
+def test_weights_that_another_process_sends_are_the_groups_and_who_is_begun_anew_loads_the_path(
+    group: SpecGroup, truth: Any, other: str, path: str
+) -> None:
+    requests, wanted, changed = truth
+    port, spawn = get_open_port(), multiprocessing.get_context("spawn")
+    turn = spawn.Semaphore(0)
+    trainer = spawn.Process(target=gloo.train, args=(port, 3, [other], turn), daemon=True)
+    trainer.start()
+    transfer = group.transfer(path=other)
+    transfer.init_weight_transfer_engine({"host": "127.0.0.1", "port": port, "rank_offset": 1, "world_size": 3})
+    transfer.start_weight_update()
+    turn.release()
+    transfer.update_weights({"shapes": gloo.shapes_of(other)})
+    version = transfer.finish_weight_update()
+    assert ask(group, requests) == changed
+    os.kill(pid_of(group, "engine-1"), signal.SIGKILL)
+    assert ask(group, requests) == changed
+    await_all(group)
+    assert group.status()["version"] == version and ask(group, requests) == changed
+    # the trainer ends before it has sent anything more
+    trainer.join(60.0)
+    transfer.start_weight_update()
+    transfer.abandon()
+    assert ask(group, requests) == changed
+    group.update_weights(weights_path=path)
+    assert ask(group, requests) == wanted
+
+
+def test_chances_texts_and_several_answers_are_vllms_own(group: SpecGroup, truth: Any, path: str) -> None:
+    params = {"n": 3, "seed": 11, "max_tokens": 12, "logprobs": 2, "temperature": 1.0}
+    found = group.generate([[3, 4, 5]], params)
+    with engine(path, "float32", is_ours=False, max_num_seqs=8) as stock:
+        (one,) = stock.llm.generate([{"prompt_token_ids": [3, 4, 5]}], SamplingParams(**params))
+    for ours, theirs in zip(found, one.outputs, strict=True):
+        assert ours.token_ids == tuple(theirs.token_ids) and ours.text == theirs.text
+        assert [set(own) for own in ours.choices] == [set(own) for own in theirs.logprobs]
+        for own, its in zip(ours.choices, theirs.logprobs, strict=True):
+            assert all(
+                abs(own[token][0] - its[token].logprob) < 1e-3 and own[token][1] == its[token].rank for token in own
+            )
 
 
 def test_rewards_epochs_and_sleep_reach_all_engines(group: SpecGroup, truth: Any) -> None:

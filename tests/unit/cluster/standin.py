@@ -6,9 +6,11 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from vllm_specrollout.cluster.reports import Given, Part, Report, Wanted
+from vllm_specrollout.errors import ConfigError
 
 STEP_S = 0.004
 
@@ -26,21 +28,26 @@ class Engine:
     """What runs, step by step."""
 
     def __init__(self, places: int = 4) -> None:
-        self.at, self.weights, self.places, self.drafter = Wanted(), 0, places, ""
+        self.at, self.weights, self.places = Wanted(), 0, places
         self.live: dict[str, tuple[Given, list[int], int]] = {}
-        self.attached: dict[str, list[str]] = {}
         self.rewarded: dict[str, float] = {}
+        # weights that a transfer brings
+        self.coming: int | None = None
 
-    def admit(self, wanted: Wanted) -> tuple[int, int]:
+    def admit(self, wanted: Wanted) -> tuple[int, int, str]:
         self.live.clear()
-        if wanted.update:
-            self.weights = wanted.update[2]["number"]
+        if wanted.update != self.at.update:
+            _, method, kwargs = wanted.update or (0, "load", {"number": 0})
+            if method not in ("load", "reload_weights"):
+                raise ConfigError(f"it cannot {method or 'have what a transfer brought'}", "none")
+            self.weights = int(kwargs.get("number", kwargs.get("weights_path", 0)))
         self.at = wanted
-        return wanted.version, self.places
+        return wanted.version, self.places, "here"
 
     def give(self, runs: Sequence[Given]) -> None:
         for run in runs:
             assert run.key not in self.live and len(run.answer) < run.params["max_tokens"] and not self.at.asleep
+            assert not run.answer or not run.params.get("stop"), "what cannot be resumed begins anew"
             self.live[run.key] = (run, list(run.answer), len(run.answer))
         assert len(self.live) <= self.places, "an engine gets no more than it has places for"
 
@@ -48,52 +55,63 @@ class Engine:
         for key in keys:
             self.live.pop(key, None)
 
+    def transfer(self, method: str, kwargs: Mapping[str, Any]) -> None:
+        if method == "init_weight_transfer_engine":
+            self.coming = 0
+        elif self.coming is None:
+            raise ConfigError("it has met no trainer", "none")
+        elif method == "start_weight_update":
+            self.live.clear()
+            self.at = replace(self.at, update=(-1, "", {}))
+        elif method == "update_weights":
+            (one,) = own if isinstance(own := kwargs["update_info"], list) else [own]
+            self.coming = one["number"]
+        elif method == "finish_weight_update":
+            self.weights = self.coming
+
+    def transferred(self, update: Any) -> None:
+        self.at = replace(self.at, update=update)
+
     def step(self) -> None:
         for run, tokens, _ in self.live.values():
             if len(tokens) < run.params["max_tokens"]:
                 tokens.append(token(run.params["seed"], self.weights, len(tokens)))
 
-    def report(self) -> Report:
+    def report(self, beat_s: float = 0.0) -> Report:
         parts = {}
         for key, (run, tokens, told) in list(self.live.items()):
             is_over = len(tokens) >= run.params["max_tokens"]
             if is_over or len(tokens) > told:
                 new = tokens[told:]
                 wrong = run.params.get("wrong", "")
-                logprobs = [-float(one) for one in new] if run.params.get("logprobs") == 0 else []
-                parts[key] = Part(new, logprobs, len(new), "error" if wrong else "length" if is_over else "", wrong)
+                logprobs = [-float(one) for one in new] if run.params.get("logprobs") is not None else []
+                choices = [{one: (-float(one), 1)} for one in new] if run.params.get("logprobs") else []
+                finish, text = "error" if wrong else "length" if is_over else "", f"{run.lora}" if is_over else ""
+                parts[key] = Part(new, logprobs, len(new), finish, wrong, text, choices)
                 self.live[key] = (run, tokens, len(tokens))
                 if is_over or wrong:
                     del self.live[key]
-        return Report(parts, None, (0, 0.0), self.drafter and f"ipc://{self.drafter}")
-
-    def warm(self, model: str) -> None:
-        self.drafter = model
-
-    def attach(self, lender: str, address: str, requests: Sequence[str]) -> str:
-        self.attached[lender] = list(requests)
-        return ""
+        return Report(parts)
 
 
 class Replica:
     """As `vllm_specrollout.server.replica.Replica` is asked."""
 
-    def __init__(self, engine: Mapping[str, Any], drafter_engine: Mapping[str, Any], devices: Any) -> None:
+    def __init__(self, engine: Mapping[str, Any]) -> None:
         if engine.get("refuses"):
             raise ValueError("no such model")
-        self._own, self._devices = Engine(engine.get("max_num_seqs", 4)), devices
+        self._own = Engine(engine.get("max_num_seqs", 4))
         self._profiles = engine.get("profiles", [])
-        self._news, self._is_stuck = asyncio.Event(), False
+        self._is_stuck, self._drafter = False, ""
+        # drafter -> the requests that it drafts for
+        self._attached: dict[str, list[str]] = {}
         self._task: asyncio.Task[None] | None = None
 
     async def admit(self, wanted: Wanted) -> tuple[int, int]:
-        if wanted.update and wanted.update[1] != "load":
+        if wanted.update and wanted.update[1] == "nonsense":
             raise AttributeError(wanted.update[1])
         self._task = self._task or asyncio.ensure_future(self._go())
-        return self._own.admit(wanted)
-
-    async def warm(self, model: str) -> None:
-        self._own.warm(model)
+        return self._own.admit(wanted)[:2]
 
     async def give(self, runs: Sequence[Given]) -> None:
         self._own.give(runs)
@@ -105,8 +123,11 @@ class Replica:
         await asyncio.sleep(beat_s)
         return self._own.report()
 
-    async def attach(self, lender: str, address: str, requests: Sequence[str]) -> str:
-        return self._own.attach(lender, address, requests)
+    async def transfer(self, method: str, kwargs: Mapping[str, Any]) -> None:
+        self._own.transfer(method, kwargs)
+
+    async def transferred(self, update: Any) -> None:
+        self._own.transferred(update)
 
     async def rewards(self, rewards: Mapping[str, float]) -> int:
         self._own.rewarded |= rewards
@@ -115,23 +136,30 @@ class Replica:
     async def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return [[ord(letter) for letter in text] for text in texts]
 
-    async def host(self) -> str:
-        return "here"
-
     async def rpc(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         self._is_stuck = self._is_stuck or method == "hang"
-        state = {
-            "pid": os.getpid(),
-            "at": self._own.at,
-            "attached": self._own.attached,
-            "env": dict(os.environ),
-            "drafter": self._devices,
-        }
-        if method == "spec_rollout_profiles":
-            return [self._profiles, []]
-        if method == "spec_rollout_history":
-            return [{"store": dict.fromkeys(("epoch", "lowest"), self._own.at.epoch or 0)}, {}]
+        state = {"pid": os.getpid(), "at": self._own.at, "attached": self._attached, "env": dict(os.environ)}
+        match method:
+            case "spec_rollout_profiles":
+                return [self._profiles, []]
+            case "spec_rollout_history":
+                return [{"store": dict.fromkeys(("epoch", "lowest"), self._own.at.epoch or 0)}, {}]
+            case "spec_rollout_warm":
+                self._drafter = args[0]
+            case "attach_drafter" | "assign_drafter":
+                self._attached[args[0]] = args[-1]
+            case "detach_drafter":
+                self._attached.pop(args[0], None)
+            case "spec_rollout_standing":
+                return [self._standing(), {}]
         return [state.get(method)]
+
+    def _standing(self) -> dict[str, Any]:
+        running = {key: (len(run.prompt), len(tokens)) for key, (run, tokens, _) in self._own.live.items()}
+        steps = sum(tokens for _, tokens in running.values())
+        own = {"drafter": self._drafter and f"ipc://{self._drafter}", "model": self._drafter}
+        counts = {"verified": 0, "accepted": 0, "places": self._own.places}
+        return {"running": running, "steps": steps, "host": "", "attached": self._attached, **own, **counts}
 
     def close(self) -> None:
         self._own.live.clear()

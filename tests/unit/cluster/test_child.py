@@ -6,21 +6,26 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.unit.cluster.beside import Beside, write
+from vllm_specrollout.cluster import child as module
+from vllm_specrollout.cluster import leftovers
 from vllm_specrollout.cluster.child import (
     KV_CACHE,
-    LOAD_S,
     MOST_RESTARTS,
-    RECOVERED_S,
+    START_S,
     Command,
     DrafterProcess,
     DrafterProcessError,
+    WarmDrafter,
 )
 from vllm_specrollout.config import envs
 from vllm_specrollout.errors import ConfigError
@@ -78,49 +83,15 @@ def test_a_process_that_ends_is_begun_anew_with_ever_more_patience() -> None:
         assert not process.watch()
         assert process.pid != pid and process.restarts == number + 1
     ended(process)
-    with pytest.raises(DrafterProcessError, match="status 3, and was begun anew 5 times"):
+    with pytest.raises(DrafterProcessError, match="status 3, and was begun anew 3 times"):
         process.watch()
     process.stop()
-
-
-def test_ends_before_an_hour_of_work_do_not_count() -> None:
-    clock = Clock()
-    process = DrafterProcess(Script("import time; time.sleep(60)", "ipc:///x"), clock)
-    for number in range(3 * MOST_RESTARTS):
-        process.is_ready = True
-        clock.now += RECOVERED_S
-        assert not process.watch()
-        process.kill()
-        ended(process)
-        assert process.watch()
-        clock.now += 1.0
-        assert not process.watch() and process.is_alive, "with the patience of a first time"
-        assert process.restarts == number + 1, "all of them are told"
-    process.stop()
-
-
-@pytest.mark.parametrize("is_ready", [False, True])
-def test_an_hour_in_which_nobody_saw_it_live_or_work_is_none_of_work(is_ready: bool) -> None:
-    clock = Clock()
-    process = DrafterProcess(Script("import time; time.sleep(60)", "ipc:///x"), clock)
-    for _ in range(MOST_RESTARTS):
-        process.is_ready = is_ready
-        process.kill()
-        ended(process)
-        clock.now += RECOVERED_S + 1.0
-        assert process.watch()
-        clock.now += 100.0
-        process.watch()
-    process.kill()
-    ended(process)
-    with pytest.raises(DrafterProcessError, match="begun anew 5 times"):
-        process.watch()
 
 
 def test_a_process_that_loads_for_too_long_is_killed_and_begun_anew() -> None:
     clock = Clock()
     process = DrafterProcess(Script("import time; time.sleep(60)", "ipc:///x"), clock)
-    clock.now = LOAD_S
+    clock.now = START_S
     assert not process.watch() and process.is_alive, "large models take their time"
     clock.now += 1.0
     assert not process.watch()
@@ -129,7 +100,7 @@ def test_a_process_that_loads_for_too_long_is_killed_and_begun_anew() -> None:
     clock.now += 1.0
     assert not process.watch()
     process.is_ready = True
-    clock.now += LOAD_S + 1.0
+    clock.now += START_S + 1.0
     assert not process.watch() and not process.watch() and process.is_alive, "the next one has loaded"
     process.stop()
 
@@ -177,7 +148,7 @@ def test_a_host_without_room_for_a_process_costs_a_try(monkeypatch: pytest.Monke
     assert process.watch()
     with monkeypatch.context() as patch:
         patch.setattr("subprocess.Popen", refuse)
-        with pytest.raises(DrafterProcessError, match="could not be begun: .* no process left, and was begun anew 5 t"):
+        with pytest.raises(DrafterProcessError, match="could not be begun: .* no process left, and was begun anew 3 t"):
             while True:
                 clock.now += 100.0
                 process.watch()
@@ -208,51 +179,18 @@ def test_a_process_is_bound_to_the_thread_that_begins_it_where_that_lives_as_lon
     assert process._process.wait() == 10 + is_first
 
 
-def test_a_dismissed_process_that_hangs_is_killed_once_it_had_its_time() -> None:
-    clock = Clock()
-    process = DrafterProcess(Script("import time; time.sleep(60)", "ipc:///x"), clock)
-    popen = process._process
-    assert popen is not None
-    stand_still(process)
-    process.dismiss()
-    clock.now += 1.9
-    process.dismiss()  # a second time it gets no more of it
-    assert not process.see_off() and not process.watch() and process.is_alive
-    clock.now += 0.1
-    assert not process.see_off(), "nobody waits for its end"
-    assert popen.wait() == -signal.SIGKILL
-    assert process.see_off() and process.waited_s == 0.0
-    clock.now += 100.0
-    assert not process.watch() and not process.is_alive, "nor is it begun anew"
-    process.stop()
-
-
-def test_processes_that_were_dismissed_together_hang_for_the_time_of_one() -> None:
-    """An engine that ends has only so long before it is killed itself."""
-    clock = Clock()
-    processes = [DrafterProcess(Script("import time; time.sleep(60)", "ipc:///x"), clock) for _ in range(3)]
-    waits: list[float | None] = []
+def test_a_dismissed_process_that_hangs_is_killed_once_it_had_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_GRACE_S", 0.05)
+    processes = [DrafterProcess(Script("import time; time.sleep(60)", "ipc:///x")) for _ in range(3)]
+    popens = [process._process for process in processes]
     for process in processes:
-        assert process._process is not None
         stand_still(process)
         process.dismiss()
-        process._process.wait = hanging(process._process, clock, waits)  # type: ignore[method-assign]
-    for process in processes:
+        assert not process.watch() and process.is_alive, "nobody waits for its end"
+    for process, popen in zip(processes, popens, strict=True):
         process.stop()
-    assert waits == [2.0, None, 0.0, None, 0.0, None]
-
-
-def hanging(popen: subprocess.Popen[bytes], clock: Clock, waits: list[float | None]) -> Callable[..., int]:
-    wait = popen.wait
-
-    def hang(timeout: float | None = None) -> int:
-        waits.append(timeout)
-        if timeout is None:
-            return wait()
-        clock.now += timeout
-        raise subprocess.TimeoutExpired("it", timeout)
-
-    return hang
+        assert popen is not None and popen.returncode == -signal.SIGKILL
+        assert not process.watch() and process.pid is None, "nor is it begun anew"
 
 
 def test_a_dismissed_process_ends_without_anybody_waiting() -> None:
@@ -317,10 +255,92 @@ def test_what_a_killed_engine_left_is_removed_and_what_a_living_one_has_is_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(leftovers, "SHM", tmp_path)
     gone = subprocess.Popen([sys.executable, "-S", "-c", ""])
     gone.wait()
-    names = [f"specrollout-drafter-{pid}-abc" for pid in (gone.pid, os.getpid())]
-    for name in (*names, "specrollout-drafter-mine"):
-        (tmp_path / name).touch()
+    for pid, segment in ((gone.pid, "psm_0a"), (os.getpid(), "psm_0b")):
+        (tmp_path / f"specrollout-drafter-{pid}-abc").touch()
+        (tmp_path / f"specrollout-warm-{pid}-abc").mkdir()
+        (tmp_path / f"specrollout-warm-{pid}-abc" / "ready").touch()
+        (tmp_path / segment).touch()
+        (tmp_path / f"specrollout-shared-{pid}-").write_text(f"{segment}\n../{segment}\nother")
+    (tmp_path / "other").touch()
+    (tmp_path / "specrollout-drafter-mine").touch()
     Command.of("small", (), {})
-    assert sorted(path.name for path in tmp_path.iterdir()) == [names[1], "specrollout-drafter-mine"]
+    left = {path.name for path in tmp_path.iterdir()}
+    own = {f"specrollout-{what}-{os.getpid()}-" for what in ("drafter", "warm", "shared")}
+    assert {name.removesuffix("abc") for name in left} == own | {"psm_0b", "other", "specrollout-drafter-mine"}
+
+
+def test_shared_memory_is_noted_under_the_process_that_has_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    leftovers.note_shared()
+    assert not list(tmp_path.iterdir()), "there is none"
+    own = SharedMemory(create=True, size=4096)
+    leftovers.note_shared()
+    assert (tmp_path / f"specrollout-shared-{os.getpid()}-").read_text() == own.name
+    own.close()
+    own.unlink()
+
+
+@pytest.fixture
+def beside(tmp_path: Path) -> Iterator[tuple[WarmDrafter, Path]]:
+    """A drafter beside this process, and the diary of both."""
+    diary = tmp_path / "diary"
+    drafter = WarmDrafter(Beside(str(diary), f"ipc://{tmp_path}/socket"))
+    until(lambda: drafter.is_ready)
+    yield drafter, diary
+    drafter.stop()
+
+
+def until(is_so: Callable[[], object]) -> None:
+    end = time.monotonic() + 60.0
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_drafter_begins_asleep_and_has_given_its_memory_back_before_the_engine_goes_on(
+    beside: tuple[WarmDrafter, Path],
+) -> None:
+    drafter, diary = beside
+    assert not drafter.address
+    drafter.sleep()
+    for _ in range(2):
+        drafter.wake()
+        until(lambda: drafter.address)
+        drafter.sleep()
+        write(str(diary), "prefill")
+        assert not drafter.address
+    drafter.wake()
+    drafter.sleep()  # before it has heard of that
+    write(str(diary), "prefill")
+    said = [line.partition(" on")[0] for line in diary.read_text().splitlines()]
+    assert said == ["asleep", *("awake", "asleep", "prefill") * 3]
+
+
+def test_a_drafter_that_hangs_is_killed_before_the_engine_goes_on_and_sleeps_in_its_next_life(
+    beside: tuple[WarmDrafter, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter, _ = beside
+    monkeypatch.setattr(module, "REST_S", 0.1)
+    drafter.wake()
+    until(lambda: drafter.address)
+    pid = drafter.process.pid
+    stand_still(drafter.process)
+    drafter.sleep()
+    assert not drafter.process.is_alive and not drafter.address
+    until(lambda: drafter.is_ready)
+    assert drafter.process.pid != pid and not drafter.address, "it is not woken by what its former life was told"
+    drafter.wake()
+    until(lambda: drafter.address)
+
+
+def test_a_drafter_that_died_awake_keeps_nobody_waiting(beside: tuple[WarmDrafter, Path]) -> None:
+    drafter, _ = beside
+    drafter.wake()
+    until(lambda: drafter.address)
+    drafter.process.kill()
+    ended(drafter.process)
+    drafter.sleep()
+    assert not drafter.address

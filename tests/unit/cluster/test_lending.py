@@ -127,16 +127,25 @@ def test_an_idle_engines_drafter_is_lent_to_the_stragglers_of_another() -> None:
     assert stage.lending.status()["engines"]["a"]["borrowed"] == {"b": 2}
 
 
-def test_an_engine_that_gets_work_takes_its_drafter_back_and_lends_it_again_later() -> None:
+@pytest.mark.parametrize("way", ["its engine gets work", "it dies", "it is refused"])
+def test_a_drafter_that_cannot_be_lent_is_taken_back_and_lent_again_once_it_can(way: str) -> None:
     busy, idle = Fake(["r1"]), Fake()
     stage = Stage({"a": busy, "b": idle})
     stage.beats()
-    idle.running["own"] = [3, 0]
+    if way == "its engine gets work":
+        idle.running["own"] = [3, 0]
+    elif way == "it dies":
+        idle.is_drafting = False
+    else:
+        busy.attached.popitem()
+        busy.refusals["attach_drafter"] = "nobody serves there"
     stage.beats()
     assert not busy.borrowed
     idle.running.clear()
+    busy.refusals.clear()
+    idle.is_drafting = True
     stage.beats()
-    assert busy.borrowed == {"b": ["r1"]} and stage.lending.lent == 2
+    assert busy.borrowed == {"b": ["r1"]} and stage.lending.lent > 1
 
 
 def test_a_drafter_is_given_to_those_that_are_left_when_requests_end_meanwhile() -> None:
@@ -165,18 +174,6 @@ def test_the_slowest_requests_come_first() -> None:
     idle.model, idle.is_drafting = "small", True
     stage.beats()
     assert busy.borrowed == {"b": ["slow"]}
-
-
-def test_a_drafter_that_dies_is_taken_back_and_lent_again_once_it_drafts() -> None:
-    busy, idle = Fake(["r1"]), Fake()
-    stage = Stage({"a": busy, "b": idle})
-    stage.beats()
-    idle.is_drafting = False
-    stage.beats()
-    assert not busy.borrowed
-    idle.is_drafting = True
-    stage.beats()
-    assert busy.borrowed == {"b": ["r1"]}
 
 
 @pytest.mark.parametrize("way", ["raises", "hangs", "says nothing", "is removed"])
@@ -211,14 +208,6 @@ def test_an_engine_that_fails_is_left_out_and_what_it_lent_is_taken_back(
     stage.beats()
     assert busy.borrowed == {"b": ["r1"]}, "it is back"
     assert not stage.lending.status()["engines"]["b"]["wrong"]
-
-
-def test_others_are_helped_while_one_does_not_answer() -> None:
-    busy, hanging, idle = Fake(["r1"]), Fake(), Fake()
-    hanging.held = []
-    stage = Stage({"a": busy, "b": hanging, "c": idle})
-    stage.beats()
-    assert busy.borrowed == {"c": ["r1"]}
 
 
 def test_nothing_is_decided_on_what_an_engine_said_before_it_was_told_something() -> None:
@@ -263,32 +252,18 @@ def test_what_an_engine_refuses_is_said_once_and_asked_again_only_where_that_may
     assert stage.lending.status()["engines"]["a"]["is_heard"]
 
 
-def test_a_refused_attachment_is_tried_again() -> None:
-    busy, idle = Fake(["r1"]), Fake()
-    busy.refusals["attach_drafter"] = "nobody serves there"
-    stage = Stage({"a": busy, "b": idle})
-    stage.beats()
-    assert not busy.borrowed
-    busy.refusals.clear()
-    stage.beats()
-    assert busy.borrowed == {"b": ["r1"]}
-
-
-def test_closing_takes_back_what_is_lent() -> None:
-    busy, idle = Fake(["r1"]), Fake()
-    stage = Stage({"a": busy, "b": idle})
-    stage.beats()
-    stage.lending.close()
-    assert not busy.borrowed and list(busy.attached) == ["of its own"]
-
-
-def test_nodes_are_summed_over_engines() -> None:
-    one, other = Fake(["r1"]), Fake(["r2"])
-    one.accepted, other.accepted = 3, 4
-    stage = Stage({"a": one, "b": other})
+def test_nodes_are_summed_over_engines_and_closing_takes_back_what_is_lent() -> None:
+    busy, idle, other = Fake(["r1"]), Fake(), Fake(["r2"])
+    busy.accepted, other.accepted = 3, 4
+    stage = Stage({"a": busy, "b": idle, "c": other})
     stage.beats()
     status = stage.lending.status()
     assert (status["verified_nodes"], status["accepted_nodes"]) == (14, 7)
+    assert stage.lending.borrowed("a") == {"b": ("r1",)} and not stage.lending.borrowed("one that is gone")
+    stage.lending.beat(is_lent=False)
+    stage.beats(1)
+    stage.lending.close()
+    assert not busy.borrowed and list(busy.attached) == ["of its own"]
 
 
 def test_a_thread_looks_until_it_is_closed() -> None:

@@ -279,7 +279,7 @@ class Process:
 
     def __init__(self) -> None:
         self.has_ended = self.is_lost = self.is_dismissed = self.is_ready = False
-        self.killed = self.seen_off = self.restarts = 0
+        self.killed = self.restarts = 0
         self.pid, self.waited_s = 7, 0.0
 
     def watch(self) -> bool:
@@ -292,10 +292,6 @@ class Process:
 
     def dismiss(self) -> None:
         self.is_dismissed = True
-
-    def see_off(self) -> bool:
-        self.seen_off += 1
-        return self.seen_off > 3
 
     def stop(self) -> None:
         self.is_dismissed = True
@@ -331,16 +327,7 @@ def test_a_process_that_cannot_be_kept_alive_fails_nothing(engine: Engine, caplo
     with caplog.at_level(logging.WARNING, "vllm.specrollout"):
         for _ in range(3):
             assert engine.step().num_nodes == 0
-    assert len(caplog.records) == 1 and link.error and process.is_dismissed and process.seen_off == 2
-
-
-def test_a_detached_process_is_looked_after_in_each_step_until_it_has_ended(engine: Engine) -> None:
-    _, process = begun(engine)
-    engine.drafter.detach("own")
-    assert process.is_dismissed and not process.seen_off
-    for _ in range(6):
-        engine.step()
-    assert process.seen_off == 4
+    assert len(caplog.records) == 1 and link.error and process.is_dismissed
 
 
 def test_a_process_of_the_engines_with_another_vocabulary_ends_and_keeps_no_memory(engine: Engine) -> None:

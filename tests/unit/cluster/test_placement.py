@@ -1,4 +1,4 @@
-"""Placement of a group's engines and drafters: which devices each process sees, and what is refused."""
+"""Placement of a group's engines: what each process sees, and what no cluster of Ray could ever have."""
 
 from __future__ import annotations
 
@@ -9,71 +9,60 @@ import pytest
 pytest.importorskip("ray")
 
 from vllm_specrollout.cluster import SpecGroup
-from vllm_specrollout.cluster.ray.placement import Needs, _places
-from vllm_specrollout.config.devices import Devices, parse_devices
+from vllm_specrollout.cluster.ray.placement import Needs, _check_room, _places
+from vllm_specrollout.config.devices import parse_devices
 from vllm_specrollout.errors import ConfigError
 
 
-def needs(
-    count: int, has_drafters: bool, devices: list[str] | None, beside: list[str] | None = None, **more: Any
-) -> Needs:
-    def parsed(names: list[str] | None) -> list[Devices] | None:
-        return None if names is None else [parse_devices("devices", name) for name in names]
-
-    given: dict[str, Any] = {"gpus": None, "cpus": 1.0, "max_restarts": 0, "engine": {}, "drafter_engine": {}, **more}
-    return Needs(
-        replica="",
-        count=count,
-        has_drafters=has_drafters,
-        devices=parsed(devices),
-        drafter_devices=parsed(beside),
-        **given,
-    )
+def needs(count: int, devices: list[str] | None, **more: Any) -> Needs:
+    given: dict[str, Any] = {"gpus": None, "cpus": 1.0, "max_restarts": 0, "engine": {}, **more}
+    places = None if devices is None else [parse_devices("devices", name) for name in devices]
+    return Needs(replica="", models=(), count=count, devices=places, **given)
 
 
-def test_on_cores_a_drafter_shares_its_engines() -> None:
-    first, second = _places(needs(2, True, ["cpu:0-1", "cpu:2,3"]), has_gpus=True)
-    assert first.environment["VLLM_CPU_OMP_THREADS_BIND"] == "0,1" and first.drafter == ["cpu:0", "cpu:1"]
-    assert second.drafter == ["cpu:2", "cpu:3"] and first.gpus == second.gpus == 0.0
-    assert not any(own.drafter for own in _places(needs(2, False, ["cpu:0-1", "cpu:2,3"]), has_gpus=True))
-    (own,) = _places(needs(1, True, ["cpu:0"], ["cpu:5"]), has_gpus=False)
-    assert own.drafter == ["cpu:5"]
-
-
-def test_a_process_sees_its_engines_gpus_first_and_then_its_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_process_sees_the_devices_that_are_named_for_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    first, second = _places(needs(2, True, ["cuda:0,1", "cuda:2,3"], ["cuda:4", "cuda:6,7"]), has_gpus=True)
-    assert first.environment["CUDA_VISIBLE_DEVICES"] == "0,1,4" and first.drafter == ["cuda:2"]
-    assert second.environment["CUDA_VISIBLE_DEVICES"] == "2,3,6,7" and second.drafter == ["cuda:2,3"]
+    cores, gpus = _places(needs(2, ["cpu:0-1", "cuda:2,3"]), has_gpus=True)
+    assert cores.environment["VLLM_CPU_OMP_THREADS_BIND"] == "0,1" and gpus.environment["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert cores.gpus == gpus.gpus == 0.0 and not cores.sharers
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "8,9,10")
-    (own,) = _places(needs(1, True, ["cuda:1"], ["cuda:2"]), has_gpus=True)
-    assert own.environment["CUDA_VISIBLE_DEVICES"] == "9,10" and own.drafter == ["cuda:1"]
+    (own,) = _places(needs(1, ["cuda:1,2"]), has_gpus=True)
+    assert own.environment["CUDA_VISIBLE_DEVICES"] == "9,10"
 
 
-def test_of_rays_gpus_each_rank_has_one_and_a_drafter_one_more() -> None:
-    first, second = _places(needs(2, True, None, engine={"tensor_parallel_size": 2}), has_gpus=True)
-    assert (first.gpus, first.drafter, first.environment) == (3.0, ["cuda:2"], {}) and second == first
-    (alone,) = _places(needs(1, False, None, engine={"tensor_parallel_size": 2}), has_gpus=True)
-    assert (alone.gpus, alone.drafter) == (2.0, [])
-    (half,) = _places(needs(1, False, None, gpus=0.5), has_gpus=True)
+def test_of_rays_gpus_each_rank_has_one_and_a_drafter_none() -> None:
+    first, second = _places(needs(2, None, engine={"tensor_parallel_size": 2}), has_gpus=True)
+    assert (first.gpus, first.environment) == (2.0, {}) and second == first
+    (half,) = _places(needs(1, None, gpus=0.5), has_gpus=True)
     assert half.gpus == 0.5
 
 
-def test_what_cannot_be_placed_is_one_clear_error() -> None:
-    for given, cause in (
-        (needs(1, True, None, gpus=0.5), "`gpus` is 0.5"),
-        (needs(1, True, ["cuda:0"]), "none of their drafters"),
-    ):
-        with pytest.raises(ConfigError, match=cause) as error:
-            _places(given, has_gpus=True)
-        assert error.value.hint
+def test_without_gpus_engines_have_their_own_hosts_cores() -> None:
+    found = _places(needs(2, None, engine={"tensor_parallel_size": 3}), has_gpus=False)
+    assert [(one.sharers, one.gpus, one.environment) for one in found] == [(3, 0.0, {})] * 2
+    with pytest.raises(ConfigError, match=r"`gpus` is 1\.0, and Ray counts no GPU"):
+        _places(needs(1, None, gpus=1.0), has_gpus=False)
+
+
+@pytest.mark.parametrize(
+    ("bundles", "cause"),
+    [
+        ([{"CPU": 1.0, "GPU": 16.0}], "an engine has 16 GPUs, and no host of Ray's has more than 8"),
+        ([{"CPU": 1.0, "GPU": 8.0}] * 3, "needs 3 CPU and 24 GPU of Ray, which has 32 CPU and 16 GPU in all"),
+        ([{"CPU": 12.0}] * 3, "needs 36 CPU and 0 GPU"),
+    ],
+)
+def test_what_the_whole_cluster_could_not_meet_is_refused_whatever_is_free(bundles: Any, cause: str) -> None:
+    nodes = [{"CPU": 16.0, "GPU": 8.0}] * 2
+    _check_room([{"CPU": 1.0, "GPU": 8.0}] * 2, nodes)
+    with pytest.raises(ConfigError, match=cause) as error:
+        _check_room(bundles, nodes)
+    assert error.value.hint
 
 
 WRONG: dict[str, dict[str, Any]] = {
     "names 1 places for 2 engines": {"devices": ["cuda:0"]},
-    "`drafter_devices` names 1 places": {"devices": ["cuda:0", "cuda:1"], "drafter_devices": ["cuda:2"]},
-    "gives cuda:1 to two engines": {"devices": ["cuda:0", "cuda:1"], "drafter_devices": ["cuda:1", "cuda:3"]},
-    "`drafter_devices` is given, and `devices` is not": {"drafter_devices": ["cuda:0", "cuda:1"]},
+    "gives cuda:1 to two engines": {"devices": ["cuda:0,1", "cuda:1"]},
     "names 'tpu:1'": {"devices": ["tpu:1", "tpu:2"]},
 }
 

@@ -23,6 +23,7 @@ from vllm_specrollout.cluster import GroupError, SpecGroup
 from vllm_specrollout.cluster.profiles import DrafterProfile
 from vllm_specrollout.cluster.rates import AffineTime
 from vllm_specrollout.cluster.ray import group as module
+from vllm_specrollout.config.devices import shares
 from vllm_specrollout.errors import ConfigError
 
 
@@ -53,7 +54,7 @@ def test_answers_come_in_the_prompts_order_with_log_probabilities(group: SpecGro
     asked = params(9)
     found = group.generate([[1, 2, i // 4] for i in range(9)], asked)
     assert [list(one.token_ids) for one in found] == [answer(one) for one in asked]
-    assert all(one.logprobs == tuple(-float(t) for t in one.token_ids) for one in found)
+    assert all(one.logprobs == tuple(-float(t) for t in one.token_ids) and not one.choices for one in found)
     assert {one.finish_reason for one in found} == {"length"}
     assert group.report_rewards({one.request: 1.0 for one in found}) == 18, "each engine is told, and knows all"
 
@@ -62,6 +63,18 @@ def test_texts_are_prompts_as_well_and_a_seed_is_given_where_there_is_none(group
     (first,) = group.generate(["ab"], {"max_tokens": 3})
     (second,) = group.generate([[97, 98]], {"max_tokens": 3})
     assert first.token_ids != second.token_ids, "seeds differ"
+
+
+def test_several_answers_to_a_prompt_have_seeds_in_a_row_and_adapters_and_chances_pass_through(
+    group: SpecGroup,
+) -> None:
+    lora = {"lora_name": "a", "lora_int_id": 1, "lora_path": "there"}
+    found = group.generate(
+        [[1], [2]], [{"seed": 7, "n": 3, "max_tokens": 4, "logprobs": 2}, {"max_tokens": 2}], lora=lora
+    )
+    assert [list(one.token_ids) for one in found[:3]] == [answer({"seed": 7 + i, "max_tokens": 4}) for i in range(3)]
+    assert len(found) == 4 and found[0].text == str(lora)
+    assert found[0].choices == tuple({one: (-float(one), 1)} for one in found[0].token_ids)
 
 
 def test_answers_are_streamed_as_they_end_and_what_is_given_up_runs_no_more(group: SpecGroup) -> None:
@@ -89,6 +102,17 @@ def test_two_batches_and_new_weights_at_once_from_an_event_loop(group: SpecGroup
         start = switched[0][0]
         assert 0 < start < 150
         assert list(one.token_ids[start:]) == [token(seed, 7, i) for i in range(start, 150)]
+    group.update_weights("load", number=0)
+
+
+def test_weights_come_by_a_transfer_whose_calls_reach_all(group: SpecGroup) -> None:
+    sender = group.transfer(path="5")
+    sender.init_weight_transfer_engine({"rank_offset": 1})
+    sender.start_weight_update()
+    sender.update_weights({"number": 5})
+    assert sender.finish_weight_update() == group.status()["version"]
+    (found,) = group.generate([[1]], {"seed": 3, "max_tokens": 9})
+    assert list(found.token_ids) == answer({"seed": 3, "max_tokens": 9}, weights=5)
     group.update_weights("load", number=0)
 
 
@@ -168,20 +192,26 @@ def _kill(victim: psutil.Process) -> None:
 
 
 def test_an_engine_that_hangs_is_begun_anew_and_its_requests_go_on_elsewhere(group: SpecGroup) -> None:
-    group._patience_s, before = 1.0, set(pids(group))
-    stuck = group._driver.engines["engine-0"]
+    group._driver.patience_s, stuck = 1.0, group._driver.engines["engine-0"]
     group._calls.send("engine-0", "rpc", "hang", [], {})
     asked = [{"seed": i, "max_tokens": 30} for i in range(8)]
     found = group.generate([[i] for i in range(8)], asked)
-    group._patience_s = 120.0
+    group._driver.patience_s = 120.0
     assert [list(one.token_ids) for one in found] == [answer(one) for one in asked]
-    assert group._driver.engines["engine-0"] is not stuck and before
+    assert group._driver.engines["engine-0"] is not stuck
 
 
 def test_devices_are_what_an_engines_process_sees(group: SpecGroup) -> None:
     seen = [own[0] for own in group.collective_rpc("env")]
     assert sorted(one["VLLM_CPU_OMP_THREADS_BIND"] for one in seen) == ["0", "1"][-len(seen) :]
     assert {one["OMP_NUM_THREADS"] for one in seen} == {"1"}
+
+
+def test_engines_without_devices_share_the_cores_of_their_host(group: SpecGroup) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    with SpecGroup("model", engines=2, cpus=0.1) as shared:
+        seen = sorted(own[0]["VLLM_CPU_OMP_THREADS_BIND"] for own in shared.collective_rpc("env"))
+    assert seen == sorted(",".join(map(str, own.numbers)) for own in shares(cores, 2))
 
 
 @pytest.mark.parametrize(
@@ -212,8 +242,8 @@ def test_what_cannot_be_used_is_an_error_before_anything_is_begun(given: dict[st
         ([[1.5]], {}, "neither a text nor whole numbers"),
         ([[]], {}, "prompt 0 is empty"),
         ([[1 << 31]], {}, "outside 0 to"),
-        ([[1]], {"n": 2}, "`n` is 2"),
-        ([[1]], {"logprobs": 5}, "`logprobs` is 5"),
+        ([[1]], {"n": 0}, "`n` is 0"),
+        ([[1]], {"prompt_logprobs": 5}, "`prompt_logprobs` is given"),
         ([[1]], [{}, {}], "1 prompts and 2 `params`"),
         ([[1]], 7, "`params` holds a int"),
     ],
@@ -230,9 +260,12 @@ def test_drafters_and_the_ladder_are_chosen_by_what_is_known_of_them() -> None:
     for profiles, ladder, begun in (([bad, good], "attach", "good"), ([bad], "move", ""), ([], "move", "")):
         engine = {"profiles": profiles}
         with SpecGroup("model", engines=1, drafters="auto", cpus=0.1, devices=["cpu:0"], engine=engine) as group:
-            group.generate([[1]], {"max_tokens": 20})
-            status = group.status()
-            assert status["ladder"] == ladder and status["engines"]["engine-0"]["drafter"] == begun
+            end = time.monotonic() + 60
+            while (status := group.status())["engines"]["engine-0"]["drafter"] != begun:
+                assert time.monotonic() < end
+            assert status["ladder"] == ladder
+        with pytest.raises(GroupError, match="the group is closed"):
+            group.status()
 
 
 def known(drafter: str, fixed_ms: float) -> Any:
@@ -241,11 +274,29 @@ def known(drafter: str, fixed_ms: float) -> Any:
     return msgspec.to_builtins(own, str_keys=True)
 
 
+def test_an_idle_engines_drafter_is_lent_within_a_group_and_calls_that_wait_end_with_it() -> None:
+    with SpecGroup("model", ladder="attach", drafters=["small"], cpus=0.2, devices=["cpu:0", "cpu:1"]) as group:
+        task = threading.Thread(target=_waits, args=(group, errors := []))
+        task.start()
+        end = time.monotonic() + 60
+        while not group.status()["lent"]:
+            assert time.monotonic() < end
+    task.join(60.0)
+    assert not task.is_alive() and errors == ["the group is closed"]
+
+
+def _waits(group: SpecGroup, errors: list[str]) -> None:
+    try:
+        group.generate([[1]], {"max_tokens": 1 << 20})
+    except GroupError as error:
+        errors.append(error.cause)
+
+
 def test_a_group_that_ray_has_no_place_for_says_what_is_missing(group: SpecGroup) -> None:
-    with pytest.raises(GroupError, match="needs 5000 CPU and 0 GPU of Ray, which has .* free"):
-        SpecGroup("model", engines=1, cpus=5000.0, start_s=1.0)
+    with pytest.raises(ConfigError, match="needs 5000 CPU and 0 GPU of Ray, which has .* in all"):
+        SpecGroup("model", engines=1, cpus=5000.0)
 
 
 def test_a_group_whose_engine_refuses_its_model_says_why(group: SpecGroup) -> None:
     with pytest.raises(GroupError, match="no such model"):
-        SpecGroup("model", engines=1, engine={"refuses": True}, max_restarts=0, cpus=0.1)
+        SpecGroup("model", engines=1, engine={"refuses": True}, cpus=0.1)

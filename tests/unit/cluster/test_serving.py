@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.unit.cluster.rollout import PROMPT, Rollout
 from vllm_specrollout.cluster.line import ROWS, branches
-from vllm_specrollout.cluster.messages import Drafted, Hello
+from vllm_specrollout.cluster.messages import Drafted, Hello, Rest, encode
 from vllm_specrollout.cluster.serving import FORGET_S
 
 
@@ -39,16 +39,18 @@ def test_drafters_ahead_change_no_token(
 def test_faults_of_drafters_and_of_their_mail_change_no_token(
     seed: int, lengths: list[int], windows: list[int], late: float, most: int, mischief: float, changes: float
 ) -> None:
-    """Messages are late, and refused where too many wait; drafters die, hang, are detached, and come back; requests
-    change their windows and modes at any step."""
+    """Messages are late, and refused where too many wait; drafters die, hang, are detached, and come back; they sleep
+    and wake up; requests change their windows and modes at any step."""
     rollout = Rollout(seed, lengths, windows, 2, late, most)
     rng = rollout.rng
     while not rollout.is_over:
         for i, other in enumerate(rollout.others):
             if rng.random() < mischief:
-                what = rng.randrange(3)
+                what = rng.randrange(4)
                 if what == 0:
                     other.restart()
+                elif what == 3:
+                    other.serving.rest(rng.random() < 0.5)
                 elif what == 1:
                     other.hangs_until = rollout.steps + rng.randrange(1, 50)
                 elif str(i) in rollout.drafter.links:
@@ -136,6 +138,30 @@ def test_drafting_goes_on_after_the_drafter_has_begun_anew() -> None:
             rollout.turn()
         rollout.step()
     assert rollout.accepted > before + 10
+    rollout.run()
+    rollout.check()
+
+
+def test_a_drafter_that_sleeps_holds_no_request_and_drafts_all_of_them_once_it_is_awake() -> None:
+    rollout = Rollout(8, [400, 400], [4], 2)
+    other = rollout.others[0]
+
+    def steps(count: int) -> int:
+        before = rollout.accepted
+        for _ in range(count):
+            for _ in range(4):
+                rollout.turn()
+            rollout.step()
+        return rollout.accepted - before
+
+    assert steps(20) > 10
+    other.wire.to_drafter.append((next(iter(other.serving.targets)), encode(Rest(True))))
+    rollout.turn()
+    assert other.engine.is_asleep and not other.lines
+    steps(2)  # what came before
+    assert steps(20) == 0 and rollout.link.is_there, "it is known to live"
+    other.wire.to_drafter.append((next(iter(other.serving.targets)), encode(Rest(False))))
+    assert steps(20) > 10 and len(other.lines) == 2
     rollout.run()
     rollout.check()
 

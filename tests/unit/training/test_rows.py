@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.training import rows
-from vllm_specrollout.training.rows import Rows, RowSink, RowsPart, RowSource
+from vllm_specrollout.training.rows import Rows, RowSink, RowSource, RowsPart
 
 Ends = tuple[RowSink, RowSource]
 

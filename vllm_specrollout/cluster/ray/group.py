@@ -1,70 +1,43 @@
-"""Group of engines on Ray that share batches, and help each other at their ends: what a trainer's driver holds."""
+"""Group of engines on Ray that share batches, and help each other at their ends: what a trainer's driver holds.
+
+All that a group knows lies in one event loop, on a thread of its own. Calls from outside go there and wait.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import aclosing, suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import msgspec
 import ray
-from ray.exceptions import RayActorError, RayTaskError
 
 from vllm_specrollout.cluster.batch import Answer, GroupError, RequestChecker
-from vllm_specrollout.cluster.driver import BEAT_S, BEHIND, Driver
-from vllm_specrollout.cluster.ladder import LADDERS, Rules
+from vllm_specrollout.cluster.driver import BEHIND, Driver, EngineLost
+from vllm_specrollout.cluster.ladder import Rules
+from vllm_specrollout.cluster.lending import BEAT_S, Ask, Lending, Warm
 from vllm_specrollout.cluster.planner import choose_ladder
 from vllm_specrollout.cluster.profiles import DrafterProfile
+from vllm_specrollout.cluster.ray.calls import Calls
+from vllm_specrollout.cluster.ray.checks import check_group, check_places
 from vllm_specrollout.cluster.ray.placement import Needs, Placement
-from vllm_specrollout.config.checks import check_choice, check_range
-from vllm_specrollout.config.devices import Devices, check_apart, parse_devices
-from vllm_specrollout.errors import ConfigError, SpecRolloutError
+from vllm_specrollout.cluster.transfer import Transfer
+from vllm_specrollout.config.arguments import check_engine, check_name
+from vllm_specrollout.config.checks import check_range
 
 logger = logging.getLogger("vllm.specrollout")
 
 REPLICA = "vllm_specrollout.server.replica:Replica"
 AUTO = "auto"
 _END_S = 10.0
+_T = TypeVar("_T")
 
 __all__ = ["Answer", "GroupError", "SpecGroup"]
-
-
-class Calls:
-    """Calls of actors that are in flight (`driver.Lines`)."""
-
-    def __init__(self, actors: Mapping[str, Any]) -> None:
-        self._actors = actors
-        # call -> (engine, method, what to do with what comes back)
-        self._open: dict[Any, tuple[str, str, Callable[[Any], None]]] = {}
-
-    def call(self, engine: str, then: Callable[[Any], None], method: str, *args: Any) -> None:
-        self._open[self.send(engine, method, *args)] = (engine, method, then)
-
-    def send(self, engine: str, method: str, *args: Any) -> Any:
-        actor = self._actors[engine]
-        return actor.admit.remote(*args) if method == "admit" else actor.ask.remote(method, *args)
-
-    def take(self, wait_s: float, driver: Driver) -> None:
-        """Wait for what comes first, and have the driver take it in."""
-        ready, _ = ray.wait(list(self._open), num_returns=1, timeout=wait_s)
-        for ref in ready:
-            engine, method, then = self._open.pop(ref)
-            try:
-                found = _get(ref)
-            except RayActorError as error:
-                self._open = {one: own for one, own in self._open.items() if own[0] != engine}
-                driver.lose(engine, _said(error))
-            except SpecRolloutError as error:
-                if method != "admit":
-                    raise
-                driver.refuse(engine, error)
-            else:
-                then(found)
 
 
 class SpecGroup:
@@ -83,7 +56,6 @@ class SpecGroup:
         spec_rollout: drafting, as `LLM` takes it.
         devices: of each engine, as `["cuda:0,1", "cuda:2,3"]` or `["cpu:0-3", "cpu:4-7"]`; unset: Ray's to choose where
             it has GPUs, and equal shares of the cores where it has none.
-        drafter_devices: of each engine's drafter; unset: the engine's cores, or one more GPU of Ray's.
         gpus, cpus: of each engine that Ray counts; `gpus` unset: one for each rank where Ray has GPUs.
         drafter_engine: arguments of the drafters' engines.
         most: requests of others that one engine helps with.
@@ -107,7 +79,6 @@ class SpecGroup:
         engine: Mapping[str, Any] | None = None,
         spec_rollout: bool | Mapping[str, Any] = True,
         devices: Sequence[str] | None = None,
-        drafter_devices: Sequence[str] | None = None,
         gpus: float | None = None,
         cpus: float = 1.0,
         drafter_engine: Mapping[str, Any] | None = None,
@@ -119,98 +90,120 @@ class SpecGroup:
     ) -> None:
         is_auto = drafters == AUTO
         models = () if is_auto else drafters
-        _check(engines, ladder, models, spec_rollout, most, is_auto=is_auto)
+        check_group(engines, ladder, models, spec_rollout, most, is_auto=is_auto)
         for name, value in (("patience_s", patience_s), ("start_s", start_s)):
             check_range(name, value, 1.0, 86400.0)
-        places, beside = _both_places(devices, drafter_devices, engines)
-        has_drafters = is_auto or bool(models)
-        if has_drafters:
+        places = check_places(devices, engines)
+        if is_auto or models:
             # an engine takes no drafters otherwise
             given = dict(spec_rollout) if isinstance(spec_rollout, Mapping) else {}
             spec_rollout = {"placement": "decoupled"} | given
         arguments = {**(engine or {}), "model": model, "spec_rollout": spec_rollout}
-        needs = Needs(
-            *(REPLICA, arguments, drafter_engine or {}, engines, has_drafters, places, beside),
-            *(gpus, cpus, max_restarts),
-        )
-        self._asking, self._patience_s = RequestChecker(seed), patience_s
-        self._next, self._lock = threading.Lock(), threading.RLock()
+        check_engine(arguments)
+        check_engine(drafter_engine or {}, "drafter_engine")
+        for i, one in enumerate((model, *models)):
+            check_name(one, "drafters" if i else "model")
+        needs = Needs(REPLICA, arguments, (model, *models), engines, places, gpus, cpus, max_restarts)
+        self._asking, self._drafter_engine, self._ranks = RequestChecker(seed), drafter_engine or {}, needs.ranks
         self._placement = Placement(needs)
+        self._turn = asyncio.Lock()
+        self._is_closed, self._loop = False, asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="specrollout-group", daemon=True)
         try:
-            self._begin(Rules(ladder, most), models, start_s, is_auto=is_auto)
+            self._calls = Calls(self._placement.actors)
+            self._driver = Driver(self._calls, list(self._placement.actors), Rules(ladder, most), patience_s)
+            self._lending: Lending | None = None
+            self._thread.start()
+            self._placement.wait(start_s)
+            self._run(self._begin(ladder, models, start_s, is_auto=is_auto))
         except BaseException:
-            self._placement.close()
+            self.close()
             raise
 
-    def _begin(self, rules: Rules, models: Sequence[str], start_s: float, *, is_auto: bool) -> None:
+    async def _begin(self, ladder: str, models: Sequence[str], start_s: float, *, is_auto: bool) -> None:
         """Wait for the engines, and have them begin the drafters that are to help."""
-        self._calls = Calls(self._placement.actors)
-        self._driver = Driver(self._calls, list(self._placement.actors), rules)
-        self._driver.equip(rules, models)
-        self._placement.wait(start_s)
-        self._await_all(start_s)
+        driver = self._driver
+        driver.start()
+        try:
+            await asyncio.wait_for(driver.until(lambda: not driver.starting), start_s)
+        except TimeoutError:
+            late = f"{', '.join(driver.starting)} did not start within {start_s:.0f} s"
+            raise GroupError(late, "give `start_s` more, or see Ray's logs") from None
+        driver.check_any()
         if is_auto:
-            ladder, models = choose_ladder(self._profiles())
-            self._driver.equip(Rules(ladder, rules.most), models)
+            ladder, models = choose_ladder(await self._profiles())
+            driver.rules = Rules(ladder, driver.rules.most)
+        if models:
+            self._lending = Lending({}, most=driver.rules.most)
+            for i, name in enumerate(self._placement.actors):
+                warm: Warm = (models[i % len(models)], [], dict(self._drafter_engine))  # on its own devices
+                self._lending.add({name: self._asking_of(name)}, warm)
+            self._helping = asyncio.ensure_future(self._help(self._lending))
+
+    async def _profiles(self) -> list[DrafterProfile]:
+        """What is known of drafters beside the engines' model, by any of them."""
+        known = [one for rows in await self._ask("rpc", "spec_rollout_profiles", [], {}) for one in rows[0]]
+        return [msgspec.convert(one, DrafterProfile, str_keys=True) for one in known]
+
+    async def _help(self, lending: Lending) -> None:
+        """Drafters of idle engines are lent, where the ladder says so."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            lending.beat(is_lent=self._driver.rules.ladder == "attach" and not self._driver.wanted.asleep)
+
+    def _asking_of(self, name: str) -> Ask:
+        return lambda method, args: asyncio.ensure_future(self._calls.call(name, "rpc", method, list(args), {}))
 
     # --- what a trainer calls -----------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Sequence[str | Sequence[int]], params: Any) -> list[Answer]:
+    def generate(self, prompts: Sequence[str | Sequence[int]], params: Any, *, lora: Any = None) -> list[Answer]:
         """Answer all prompts.
 
         Args:
             prompts: [R] token ids, or texts.
-            params: `SamplingParams` or its arguments, for all prompts or [R] one for each. `n` is 1. `logprobs` is
-                unset, or 0 for those of the tokens themselves.
+            params: `SamplingParams` or its arguments, for all prompts or [R] one for each. Of `n` above 1, each answer
+                has the seed behind the one before, as in vLLM.
+            lora: vLLM's `LoRARequest` or its arguments, for all.
 
         Returns:
-            [R] the answers, in the prompts' order.
+            [sum of n] the answers, in the prompts' order.
 
         Raises:
             ConfigError: prompts or parameters that cannot be used.
-            GroupError: an engine refused a request, or none is left.
+            GroupError: an engine refused a request, none is left or can follow, or the group is closed.
         """
-        found = dict(self.stream(prompts, params))
-        return [found[i] for i in range(len(prompts))]
+        return self._run(self._generate(prompts, params, lora))
 
     def stream(
-        self, prompts: Sequence[str | Sequence[int]], params: Any, *, step: int | None = None
+        self, prompts: Sequence[str | Sequence[int]], params: Any, *, lora: Any = None
     ) -> Iterator[tuple[int, Answer]]:
-        """(index of its prompt, answer) of each, as they end. As `generate`; several may go on at once."""
-        if self._driver.wanted.asleep:
-            raise GroupError("the group sleeps", "call `wake` before it is to answer")
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        encoded = iter(self._ask("encode", texts)[0] if texts else ())
-        asked = self._asking.ask([next(encoded) if isinstance(one, str) else one for one in prompts], params)
-        places = {request: i for i, request in enumerate(asked)}
-        with self._turnstile():
-            self._driver.add(asked)
+        """(index, answer) of each, as they end. As `generate`; several may go on at once."""
+        answers = self._stream(prompts, params, lora)
         try:
-            while places:
-                ended = self._turn(places)
-                for request, answer in ended.items():
-                    yield places.pop(request), answer
+            while (found := self._run(_next(answers))) is not None:
+                yield found
         finally:
-            with self._turnstile():
-                self._driver.drop(places)  # after an error, or given up: what runs is of no use
+            if not self._is_closed:
+                self._run(answers.aclose())
 
-    async def agenerate(
-        self, prompts: Sequence[str | Sequence[int]], params: Any, *, step: int | None = None
-    ) -> list[Answer]:
+    async def agenerate(self, prompts: Sequence[str | Sequence[int]], params: Any, *, lora: Any = None) -> list[Answer]:
         """As `generate`, for a driver that goes on meanwhile."""
-        return await asyncio.to_thread(self.generate, prompts, params)
+        return await asyncio.wrap_future(self._given(self._generate(prompts, params, lora)))
 
     async def astream(
-        self, prompts: Sequence[str | Sequence[int]], params: Any, *, step: int | None = None
+        self, prompts: Sequence[str | Sequence[int]], params: Any, *, lora: Any = None
     ) -> AsyncIterator[tuple[int, Answer]]:
         """As `stream`."""
-        answers = self.stream(prompts, params)
-        over = object()
+        answers = self._stream(prompts, params, lora)
         try:
-            while (found := await asyncio.to_thread(next, answers, over)) is not over:
-                yield found  # type: ignore[misc]
+            while True:
+                found = await asyncio.wrap_future(self._given(_next(answers)))
+                if found is None:
+                    break
+                yield found
         finally:
-            await asyncio.to_thread(answers.close)  # type: ignore[attr-defined]
+            if not self._is_closed:
+                await asyncio.wrap_future(self._given(answers.aclose()))
 
     def update_weights(self, method: str = "reload_weights", **kwargs: Any) -> int:
         """New weights for all, by a method of vLLM's workers; returns the weights' version.
@@ -218,8 +211,16 @@ class SpecGroup:
         An engine that is down gets them before it gets a request. What runs goes on with the new weights, behind the
         tokens that have come; `Answer.versions` says which weights gave which token.
         """
-        with self._turnstile():
-            return self._bring(update=(self._driver.wanted.version + 1, method, kwargs))
+        return self._run(self._bring(update=(self._driver.wanted.version + 1, method, kwargs)))
+
+    def transfer(self, path: str = "") -> Transfer:
+        """Weights as vLLM's trainer engines send them, such as by NCCL: it is their `client`.
+
+        Args:
+            path: where the same weights are saved, for engines that are begun anew (`Transfer.path` changes it).
+                Without one they stay behind until the next weights come.
+        """
+        return Transfer(self._driver, self._calls, self._ranks, path, self._run)
 
     def begin_epoch(self, epoch: int | None = None) -> int:
         """All problems will be asked again; returns the epoch's number: by default one that no engine has begun.
@@ -227,64 +228,46 @@ class SpecGroup:
         An engine begins an epoch by itself where a problem comes back; so their numbers may differ before.
         """
         if epoch is None:
-            histories = [own for engine in self._ask("rpc", "spec_rollout_history", [], {}) for own in engine]
+            histories = [own for engine in self.collective_rpc("spec_rollout_history") for own in engine]
             begun = [own["store"]["epoch"] for own in histories if own]
             epoch = max(begun, default=self._driver.wanted.epoch or 0) + 1
-        with self._turnstile():
-            self._bring(epoch=epoch)
+        self._run(self._bring(epoch=epoch))
         return epoch
 
     def report_rewards(self, rewards: Mapping[str, float]) -> int:
         """By `Answer.request`, finite numbers; how many some engine knew."""
-        return sum(self._ask("rewards", dict(rewards)))
+        return sum(self._run(self._ask("rewards", dict(rewards))))
 
     def sleep(self, level: int = 1) -> None:
         """Give the engines' memory back, as vLLM's `sleep`."""
-        with self._turnstile():
-            if self._driver.open:
-                raise GroupError(f"{len(self._driver.open)} requests are not answered", "sleep between two batches")
-            self._bring(asleep=level)
+        self._run(self._sleep(level))
 
     def wake(self) -> None:
-        with self._turnstile():
-            self._bring(asleep=0)
+        self._run(self._bring(asleep=0))
 
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> list[Any]:
         """[engines][workers] what a method of vLLM's workers answers; of the engines that are up."""
-        return self._ask("rpc", method, list(args), dict(kwargs or {}))
+        return self._run(self._ask("rpc", method, list(args), dict(kwargs or {})))
 
     def status(self) -> dict[str, Any]:
         """What the group has and does, as plain values."""
-        with self._turnstile():
-            driver = self._driver
-            engines = {
-                name: {
-                    "is_up": one.version == driver.wanted.version,
-                    "running": len(one.running),
-                    "places": one.places,
-                    "host": one.host,
-                    "drafter": one.method if one.drafter else "",
-                    "lent": {lender: len(requests) for lender, requests in one.lent.items()},
-                }
-                for name, one in driver.engines.items()
-            }
-            state: dict[str, Any] = {
-                "ladder": driver.rules.ladder,
-                "version": driver.wanted.version,
-                "epoch": driver.wanted.epoch,
-                "asleep": driver.wanted.asleep,
-            }
-            requests = {"waiting": len(driver.waiting), "open": len(driver.open)}
-            return {**state, **requests, "engines": engines, **driver.counts}
+        return self._run(self._status())
 
     def close(self) -> None:
-        """End all engines, and Ray where the group started it."""
+        """End all engines, and Ray where the group started it. Calls that wait end with an error."""
+        if self._is_closed:
+            return
+        if self._thread.is_alive():
+            with suppress(GroupError):
+                self._run(self._stop())
+        self._is_closed = True
         ends = [actor.close.remote() for actor in self._placement.actors.values()]
         if ends:
             ray.wait(ends, num_returns=len(ends), timeout=_END_S)
         self._placement.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
 
     def __enter__(self) -> Self:
         return self
@@ -294,149 +277,117 @@ class SpecGroup:
     ) -> None:
         self.close()
 
-    # --- the loop -----------------------------------------------------------------------------------------------------
+    # --- in the loop --------------------------------------------------------------------------------------------------
 
-    def _turn(self, requests: Mapping[str, int]) -> dict[str, Answer]:
-        """Decide, wait for whatever comes first, take it in; the answers that there are to these requests."""
-        with self._turnstile():
-            self._driver.decide()
-            self._take()
-            self._watch()
-            return self._driver.take_answers(requests)
+    def _given(self, what: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """A coroutine, handed to the loop."""
+        if self._is_closed:
+            what.close()
+            raise _closed()
+        return asyncio.run_coroutine_threadsafe(what, self._loop)
 
-    def _take(self) -> None:
-        self._driver.check_any()
-        self._calls.take(BEAT_S, self._driver)
-
-    def _watch(self) -> None:
-        """An engine that says nothing new while it runs requests hangs: it is ended, and Ray begins it anew."""
-        now = time.monotonic()
-        for name, at in self._driver.heard.items():
-            if self._driver.engines[name].running and now - at > self._patience_s:
-                logger.warning("Spec rollout: %s said nothing for %.0f s and is begun anew", name, self._patience_s)
-                self._driver.heard[name] = now
-                ray.kill(self._placement.actors[name], no_restart=False)
-
-    def _profiles(self) -> list[DrafterProfile]:
-        """What is known of drafters beside the engines' model."""
-        known: list[Any] = self._one("engine-0", "rpc", "spec_rollout_profiles", [], {})[0]
-        return [msgspec.convert(one, DrafterProfile, str_keys=True) for one in known]
-
-    def _await_all(self, most_s: float) -> None:
-        until = time.monotonic() + most_s
-        while late := [name for name, one in self._driver.engines.items() if one.version is None]:
-            self._take()
-            if time.monotonic() > until:
-                raise GroupError(
-                    f"{', '.join(late)} did not start within {most_s:.0f} s", "give `start_s` more, or see Ray's logs"
-                )
-        self._driver.check_any()
-
-    def _bring(self, **what: Any) -> int:
-        """All that are up get there before this returns."""
-        driver = self._driver
-        driver.bring(**what)
-        while not driver.is_brought:
-            self._take()
-        behind = [f"{name}: {driver.reasons[name]}" for name, one in driver.engines.items() if one.version == BEHIND]
-        if behind:
-            raise GroupError(
-                f"{len(behind)} of {len(driver.engines)} engines could not follow: {'; '.join(behind)}",
-                "they get no request until they can follow the next change",
-            )
-        return driver.wanted.version
-
-    @contextmanager
-    def _turnstile(self) -> Iterator[None]:
-        """One at a time, in their order: a loop that turns at once again would let nobody else in."""
-        with self._next:
-            self._lock.acquire()
+    def _run(self, what: Coroutine[Any, Any, _T]) -> _T:
+        """What a coroutine comes to in the loop; given up where the caller is."""
+        future = self._given(what)
         try:
-            yield
-        finally:
-            self._lock.release()
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
 
-    def _ask(self, method: str, *args: Any) -> list[Any]:
-        """What each engine that is up answers."""
-        with self._turnstile():
-            up = [name for name, one in self._driver.engines.items() if one.version is not None]
-            refs = [self._calls.send(name, method, *args) for name in up]
-        found = []
-        for ref in refs:
-            # one that has died since is asked in its next life, the next time
-            with suppress(RayActorError):
-                found.append(_get(ref))
+    async def _generate(self, prompts: Sequence[str | Sequence[int]], params: Any, lora: Any) -> list[Answer]:
+        async with aclosing(self._stream(prompts, params, lora)) as answers:
+            found = {index: answer async for index, answer in answers}
+        return [found[i] for i in range(len(found))]
+
+    async def _stream(
+        self, prompts: Sequence[str | Sequence[int]], params: Any, lora: Any
+    ) -> AsyncGenerator[tuple[int, Answer], None]:
+        driver = self._driver
+        if driver.wanted.asleep:
+            raise GroupError("the group sleeps", "call `wake` before it is to answer")
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        encoded = iter((await self._ask("encode", texts, most=1))[0] if texts else ())
+        ended: asyncio.Queue[tuple[str, Answer | GroupError]] = asyncio.Queue()
+        tokens = [next(encoded) if isinstance(one, str) else one for one in prompts]
+        async with self._turn:  # reports are heard while a large batch is looked through
+            asked = await asyncio.to_thread(
+                self._asking.ask, tokens, params, lora, lambda request, found: ended.put_nowait((request, found))
+            )
+        places = {request: i for i, request in enumerate(asked)}
+        driver.add(asked)
+        try:
+            while places:
+                request, found = await ended.get()
+                if isinstance(found, GroupError):
+                    raise found
+                yield places.pop(request), found
+        finally:
+            driver.drop(places)  # after an error, or given up: what runs is of no use
+
+    async def _ask(self, method: str, *args: Any, most: int | None = None) -> list[Any]:
+        """What each engine that is up answers, or so many of them. One that has died since is asked the next time."""
+
+        async def ask(name: str) -> list[Any]:
+            with suppress(EngineLost):
+                return [await self._calls.call(name, method, *args)]
+            return []
+
+        up = [name for name, one in self._driver.engines.items() if one.version is not None]
+        found = [one for own in await asyncio.gather(*map(ask, up[:most])) for one in own]
         if not found:
             raise GroupError("no engine is up", "ask again once one is: `status` says when")
         return found
 
-    def _one(self, name: str, method: str, *args: Any) -> Any:
-        return _get(self._calls.send(name, method, *args))
+    async def _bring(self, **what: Any) -> int:
+        """All that are up get there before this returns."""
+        await self._driver.bring(**what)
+        return self._driver.wanted.version
+
+    async def _sleep(self, level: int) -> None:
+        if self._driver.open:
+            raise GroupError(f"{len(self._driver.open)} requests are not answered", "sleep between two batches")
+        await self._driver.bring(asleep=level)
+
+    async def _status(self) -> dict[str, Any]:
+        driver, lending = self._driver, self._lending
+        lent: dict[str, Any] = lending.status() if lending is not None else {"lent": 0, "engines": {}}
+        engines = {}
+        for name, one in driver.engines.items():
+            own = lent["engines"].get(name, {})
+            engines[name] = {
+                "is_up": one.version == driver.wanted.version,
+                "running": len(one.running),
+                "places": one.places,
+                "host": one.host,
+                "behind": driver.reasons.get(name, "") if one.version == BEHIND else "",
+                "drafter": own.get("drafter", ""),
+                "lent": own.get("borrowed", {}),
+            }
+        wanted = driver.wanted
+        return {
+            "ladder": driver.rules.ladder,
+            "version": wanted.version,
+            "epoch": wanted.epoch,
+            "asleep": wanted.asleep,
+            "waiting": len(driver.waiting),
+            "open": len(driver.open),
+            "engines": engines,
+            **driver.counts,
+            "lent": lent["lent"],
+        }
+
+    async def _stop(self) -> None:
+        self._driver.stop(_closed())
+        if self._lending is not None:
+            self._helping.cancel()
+        await asyncio.sleep(0)  # those that wait hear of it
 
 
-def _places(name: str, devices: Sequence[str] | None, engines: int) -> list[Devices] | None:
-    """Of each engine."""
-    if devices is None:
-        return None
-    if len(devices) != engines:
-        raise ConfigError(f"`{name}` names {len(devices)} places for {engines} engines", "name one for each")
-    return [parse_devices(name, one) for one in devices]
+async def _next(answers: AsyncGenerator[tuple[int, Answer], None]) -> tuple[int, Answer] | None:
+    """None: that was all."""
+    return await anext(answers, None)
 
 
-def _both_places(
-    devices: Sequence[str] | None, drafter_devices: Sequence[str] | None, engines: int
-) -> tuple[list[Devices] | None, list[Devices] | None]:
-    """Of each engine, and of each one's drafter."""
-    places, beside = _places("devices", devices, engines), _places("drafter_devices", drafter_devices, engines)
-    if beside is not None and places is None:
-        raise ConfigError("`drafter_devices` is given, and `devices` is not", "name both, or neither")
-    check_apart("devices", [*(places or ()), *(beside or ())])
-    return places, beside
-
-
-def _said(error: Exception) -> str:
-    """The last line of an actor's end, where what ended it is."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
-
-
-def _get(ref: Any) -> Any:
-    """
-    Raises:
-        RayActorError: the engine died.
-        GroupError: it raised what is not ours; what is ours is raised as it is.
-    """
-    try:
-        return ray.get(ref)
-    except RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, SpecRolloutError):
-            raise cause from None
-        raise GroupError(f"an engine refused: {type(cause).__name__}: {cause}", "see Ray's logs") from error
-
-
-def _check(
-    engines: int,
-    ladder: str,
-    drafters: Sequence[str],
-    spec_rollout: bool | Mapping[str, Any],
-    most: int,
-    *,
-    is_auto: bool,
-) -> None:
-    check_range("engines", engines, 1, 4096)
-    check_range("most", most, 1, 4096)
-    check_choice("ladder", ladder, LADDERS)
-    if isinstance(drafters, str) or not all(isinstance(model, str) and model for model in drafters):
-        raise ConfigError(f"`drafters` is {drafters!r}", "give a list of models")
-    if is_auto and ladder != "off":
-        raise ConfigError(f"`ladder` is {ladder!r}, and `drafters` is 'auto'", "drop `ladder`: it is chosen as well")
-    if ladder == "attach" and not drafters:
-        raise ConfigError(f"`ladder` is {ladder!r}, and `drafters` names none", "name the models that are to help")
-    if ladder in ("off", "move") and drafters:
-        raise ConfigError(f"`ladder` is {ladder!r}, and `drafters` is {list(drafters)!r}", "choose 'attach'")
-    if not spec_rollout:
-        raise ConfigError(
-            "`spec_rollout` is off, and without it no request can go on elsewhere",
-            'set {"budget": "off"} to decode plainly',
-        )
+def _closed() -> GroupError:
+    return GroupError("the group is closed", "make another one")

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -15,7 +16,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from vllm_specrollout.cluster.batch import GroupError
 from vllm_specrollout.cluster.ray.actor import Actor
-from vllm_specrollout.config.devices import Devices, shares
+from vllm_specrollout.config.arguments import check_answers, check_devices, check_folder, count_gpus
+from vllm_specrollout.config.devices import Devices
 from vllm_specrollout.errors import ConfigError
 
 logger = logging.getLogger("vllm.specrollout")
@@ -42,18 +44,16 @@ class Needs:
 
     # module and class of what runs in the actor
     replica: str
-    # arguments of vLLM's engine, and of the drafters'
+    # arguments of vLLM's engine
     engine: Mapping[str, Any]
-    drafter_engine: Mapping[str, Any]
+    # folders or names, of the drafters as well
+    models: Sequence[str]
     count: int
-    # whether a drafter may run beside each engine
-    has_drafters: bool
-    # of each engine, and of its drafter; None: Ray's GPUs, or equal shares of the cores where it has none, which an
-    # engine and its drafter share
+    # of each engine; None: Ray's GPUs, or equal shares of its host's cores where Ray has none
     devices: Sequence[Devices] | None
-    drafter_devices: Sequence[Devices] | None
     gpus: float | None
     cpus: float
+    # times that an engine which was admitted is begun anew
     max_restarts: int
 
     @property
@@ -64,33 +64,36 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Of one engine and its drafter."""
+    """Of one engine; its drafter has a share of it."""
 
-    # that the actor's process sees; None: as Ray sets it
+    # that the actor's process sees beside what Ray sets
     environment: Mapping[str, str]
-    # as the actor's process counts them
-    drafter: Sequence[str]
     # that Ray counts
-    gpus: float
+    gpus: float = 0.0
+    # ranks that share its host's cores; 0: it has other devices
+    sharers: int = 0
 
 
 class Placement:
     """The actors of a group.
 
     Raises:
-        ConfigError: drafters cannot run where they are to.
+        ConfigError: no cluster of Ray is there, or what is there can never have these engines.
     """
 
     def __init__(self, needs: Needs) -> None:
         self.actors: dict[str, Any] = {}
         """Engine -> its actor."""
         self._bundles: Any = None
-        self._owns_ray = _connect(max(os.cpu_count() or 1, math.ceil(needs.count * needs.cpus)))
+        self._owns_ray = _connect(needs)
         try:
             # of 2.55, Ray declares no types for this
-            has_gpus = ray.cluster_resources().get("GPU", 0) > 0  # type: ignore[no-untyped-call]
-            places = _places(needs, has_gpus)
+            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+            if len(nodes) == 1:
+                check_here(needs)
+            places = _places(needs, _most(nodes, "GPU") > 0)
             bundles = [{"CPU": needs.cpus} | ({"GPU": place.gpus} if place.gpus else {}) for place in places]
+            _check_room(bundles, nodes)
             self._bundles = placement_group(bundles, "PACK")
             for i, place in enumerate(places):
                 self.actors[f"engine-{i}"] = self._begin(needs, i, place)
@@ -107,7 +110,7 @@ class Placement:
             max_task_retries=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._bundles, index),
             runtime_env={"env_vars": dict(place.environment)},
-        ).remote(needs.replica, dict(needs.engine), dict(needs.drafter_engine), list(place.drafter))
+        ).remote(needs.replica, index, place.sharers, dict(needs.engine))
 
     def wait(self, most_s: float) -> None:
         """Until Ray has set aside what the actors need.
@@ -138,54 +141,104 @@ class Placement:
 
 def _total(resources: Sequence[Mapping[str, float]]) -> str:
     """Of all of them, for a person."""
-    return " and ".join(f"{sum(one.get(kind, 0.0) for one in resources):g} {kind}" for kind in ("CPU", "GPU"))
+    return " and ".join(f"{sum(one.get(kind, 0.0) for one in resources):g} {kind}" for kind in _KINDS)
 
 
-def _connect(cpus: int) -> bool:
-    """Be connected to Ray; whether it was started for that, on this host."""
+def check_here(needs: Needs) -> None:
+    """Where all engines are on this host, what it cannot have is known before anything is begun.
+
+    Raises:
+        ConfigError: no such model, core or GPU.
+    """
+    for i, model in enumerate(needs.models):
+        check_folder(model, "drafters" if i else "model")
+    check_devices(needs.devices)
+
+
+def _connect(needs: Needs) -> bool:
+    """Be connected to Ray; whether it was started for that, on this host.
+
+    Raises:
+        ConfigError: the cluster that is to be used is no more; or this host cannot have these engines.
+    """
     if ray.is_initialized():
         return False
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init()
+    address = os.environ.get("RAY_ADDRESS") or _running()
+    if address and address != "local":
+        if ":" in address:
+            check_answers("RAY_ADDRESS", address)
+        ray.init(address)
+        logger.info("Spec rollout: the group joins the Ray that runs at %s", address)
         return False
+    check_here(needs)
+    _check_counts(needs, len(os.sched_getaffinity(0)))
     # what a rollout does is told to nobody
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init("local", num_cpus=cpus, **_LOCAL)
+    ray.init("local", num_cpus=max(os.cpu_count() or 1, math.ceil(needs.count * needs.cpus)), **_LOCAL)
     return True
 
 
+def _running() -> str:
+    """Address of the Ray that `ray start` has begun on this host; empty: none answers."""
+    try:
+        address = Path(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "ray_current_cluster").read_text("ascii").strip()
+        check_answers("ray_current_cluster", address)  # that of one which was killed is still there
+    except (OSError, ValueError):
+        return ""
+    return address
+
+
+def _check_counts(needs: Needs, cores: int) -> None:
+    """What a Ray that is started here could never have.
+
+    Raises:
+        ConfigError: more engines or cores than this host has, or GPUs where it has none.
+    """
+    has_gpus = count_gpus() != 0
+    if needs.gpus and not has_gpus:
+        raise ConfigError(f"`gpus` is {needs.gpus}, and this host has no GPU", _NO_GPU)
+    if needs.cpus > cores:
+        raise ConfigError(f"`cpus` is {needs.cpus}, and this host has {cores} cores", "ask for less for each engine")
+    if needs.devices is None and not has_gpus and needs.count * needs.ranks > cores:
+        cause = f"`engines` is {needs.count}, with {needs.ranks} rank(s) each, and this host has {cores} cores"
+        raise ConfigError(cause, "begin fewer, or name cores that they share, as devices=['cpu:0', 'cpu:0']")
+
+
+_NO_GPU = "leave it out: then engines run on cores"
+
+
+def _check_room(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> None:
+    """What the whole cluster could not meet if all of it were free is waited for by nobody.
+
+    Raises:
+        ConfigError: it could not.
+    """
+    ranks = max(bundle.get("GPU", 0.0) for bundle in bundles)
+    if ranks > _most(nodes, "GPU"):
+        cause = f"an engine has {ranks:g} GPUs, and no host of Ray's has more than {_most(nodes, 'GPU'):g}"
+        raise ConfigError(cause, "an engine of a group is on one host: give it fewer ranks")
+    if any(sum(one.get(kind, 0.0) for one in bundles) > sum(n.get(kind, 0.0) for n in nodes) for kind in _KINDS):
+        cause = f"the group needs {_total(bundles)} of Ray, which has {_total(nodes)} in all"
+        raise ConfigError(cause, "begin fewer engines, or start Ray on more hosts")
+
+
+_KINDS = ("CPU", "GPU")
+
+
+def _most(nodes: Sequence[Mapping[str, float]], kind: str) -> float:
+    """That one host has."""
+    return max((node.get(kind, 0.0) for node in nodes), default=0.0)
+
+
 def _places(needs: Needs, has_gpus: bool) -> list[_Place]:
-    count, devices = needs.count, needs.devices
-    if devices is None and not has_gpus:
-        devices = shares(sorted(os.sched_getaffinity(0)), count)
-    if devices is not None:
-        drafters: Sequence[Devices | None] = needs.drafter_devices or [None] * count
-        return [
-            _named(place, drafter if needs.has_drafters else None, needs)
-            for place, drafter in zip(devices, drafters, strict=True)
-        ]
-    ranks = float(needs.ranks) if needs.gpus is None else needs.gpus
-    if needs.has_drafters and ranks != int(ranks):
-        raise ConfigError(
-            f"`gpus` is {ranks}, and a drafter runs beside each engine",
-            "give each engine whole GPUs; a drafter has one",
-        )
-    # the GPU behind those of the engine's ranks
-    drafter = [f"cuda:{int(ranks)}"] if needs.has_drafters else []
-    return [_Place({}, drafter, ranks + len(drafter))] * count
-
-
-def _named(place: Devices, drafter: Devices | None, needs: Needs) -> _Place:
-    """Devices that were named, or are shares of the host's."""
-    if place.kind == "cpu":
-        own = drafter or place
-        beside = [f"{own.kind}:{number}" for number in own.numbers] if needs.has_drafters else []
-        return _Place(place.environment(needs.ranks), beside, 0.0)
-    if needs.has_drafters and drafter is None:
-        cause = "`devices` names GPUs of the engines, and none of their drafters"
-        raise ConfigError(cause, 'name those as well, as in drafter_devices=["cuda:2", "cuda:3"]')
-    if drafter is None or drafter.kind == "cpu":
-        return _Place(place.environment(), [] if drafter is None else [f"cpu:{n}" for n in drafter.numbers], 0.0)
-    first, both = len(place.numbers), Devices("cuda", (*place.numbers, *drafter.numbers))
-    names = ",".join(str(first + i) for i in range(len(drafter.numbers)))
-    return _Place(both.environment(), [f"cuda:{names}"], 0.0)
+    """
+    Raises:
+        ConfigError: GPUs are wanted where Ray counts none.
+    """
+    if needs.devices is not None:
+        return [_Place(place.environment(needs.ranks if place.kind == "cpu" else 1)) for place in needs.devices]
+    if not has_gpus:
+        if needs.gpus:
+            raise ConfigError(f"`gpus` is {needs.gpus}, and Ray counts no GPU", _NO_GPU)
+        return [_Place({}, sharers=needs.ranks)] * needs.count
+    return [_Place({}, float(needs.ranks) if needs.gpus is None else needs.gpus)] * needs.count

@@ -26,7 +26,7 @@ from vllm_specrollout.cluster.planner import Plan, plan_engine
 from vllm_specrollout.cluster.profiles import DrafterProfile, Learning, kept, of_engine, save
 from vllm_specrollout.cluster.rates import Mode
 from vllm_specrollout.config import DECOUPLED_SOURCES, SpecRolloutConfig
-from vllm_specrollout.config.devices import parse_devices
+from vllm_specrollout.config.devices import parse_devices, shared
 from vllm_specrollout.config.drafters import SINGLE, StartedDrafter
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter, connect
 from vllm_specrollout.errors import UnsupportedError
@@ -39,6 +39,15 @@ from vllm_specrollout.worker.profiling import key_of
 
 logger = logging.getLogger("vllm.specrollout")
 
+SHARE: dict[str, Any] = {
+    "enable_sleep_mode": True,
+    "kv_cache_memory_bytes": 2 << 30,
+    # vLLM looks whether so much is free, and takes what is said above
+    "gpu_memory_utilization": 0.01,
+    # a warm drafter has b_max requests, each with some branches; more seats take memory for logits
+    "max_num_seqs": 64,
+}
+"""What a drafter takes of its engine's GPU, where nothing else is said: some 2 to 3 GB with half a billion weights."""
 _POLL_S = 0.02  # while the engine starts
 _WINDOW = 4  # of a drafter of which nothing is known
 _PLACES = {
@@ -144,10 +153,15 @@ def begin(runner: Any, sampling: SamplingOf) -> DecoupledDrafter | None:
 def warm(runner: Any, model: str, devices: Sequence[str], engine_args: Mapping[str, Any]) -> WarmDrafter:
     """A drafter beside this engine, for others to attach; its engine is like this one's where nothing else is said.
 
+    Args:
+        devices: empty: this engine's own, on which the drafter has a share.
+
     Raises:
         ConfigError: something cannot be used.
     """
-    given = StartedDrafter(model=model, devices=tuple(devices), engine_args=dict(engine_args))
+    places = tuple(devices) or shared(runner.device.type, runner.device.index or 0)
+    own = SHARE if any(place.startswith("cuda") for place in places) else {}
+    given = StartedDrafter(model=model, devices=places, engine_args={**own, **engine_args})
     return WarmDrafter(_command(given, runner.vllm_config))
 
 

@@ -11,7 +11,6 @@ import pytest
 from vllm_specrollout.bench.runner.plots import plot_workers
 from vllm_specrollout.bench.scenarios.ladder import AUTO, Bar, Ladder, TimedGroup
 
-from vllm_specrollout.cluster.ladder import Engine
 from vllm_specrollout.cluster.reports import Part, Report
 from vllm_specrollout.errors import ConfigError
 
@@ -21,11 +20,9 @@ def bars(monkeypatch: pytest.MonkeyPatch) -> list[Bar]:
     """A request's, at an engine that is lent a drafter for a while; a second request has it not."""
     group = object.__new__(TimedGroup)
     group.bars, group._newest, group.own = [], {}, "ngram"
-    engine = Engine()
-    group._driver = SimpleNamespace(engines={"engine-0": engine})  # type: ignore[assignment]
-    lent = {"engine-1": ("r",)}
+    lent = {"engine-1": ("r.1",)}
     for now, links in enumerate(({}, {}, lent, lent, {})):
-        engine.lent = links
+        group._lending = SimpleNamespace(borrowed=lambda engine, links=links: links)  # type: ignore[assignment]
         monkeypatch.setattr("time.perf_counter", lambda now=now: float(now))
         group.note("engine-0", Report({"r.1": Part((7,), (), 1), "s.1": Part((7, 8), (), 1)}))
     return group.bars

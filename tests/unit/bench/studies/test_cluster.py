@@ -85,7 +85,9 @@ def test_half_of_a_batch_moves_where_smaller_batches_repay_the_prefill():
     # a request costs as much as the whole rest of a step
     dear = StepLine(base=5.0, request=5.0)
     works = mixed([4000] * 4 + [10], 0.0, 0.0)
-    off, move = (simulate(works, replace(site(mode=mode), verifier=dear), on(4, 1)) for mode in ("off", "move"))
+    off, move = (
+        simulate(works, replace(site(mode=mode), verifier=dear, prompt=10), on(4, 1)) for mode in ("off", "move")
+    )
     assert move.counts["move"] >= 2 and move.makespan_ms < 0.8 * off.makespan_ms
 
 

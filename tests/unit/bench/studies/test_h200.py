@@ -19,8 +19,9 @@ def test_the_run_is_the_recorded_one():
 
 @pytest.mark.parametrize("requests", [12, 40, 64])
 def test_measured_steps_are_those_of_the_run(requests):
-    assert MEASURED.step_ms(requests) == pytest.approx(1751.28 / 305)
-    assert MEASURED.step_ms(requests, 256 - requests) == TAIL_RECKONED.step_ms(requests, 256 - requests) == 10.0
+    drafts = 256 / requests - 1.0
+    assert MEASURED.ms(requests) == pytest.approx(1751.28 / 305)
+    assert MEASURED.ms(requests, drafts) == pytest.approx(10.0) == TAIL_RECKONED.ms(requests, drafts)
 
 
 def test_only_batches_below_those_measured_are_reckoned():
@@ -36,8 +37,8 @@ def test_reckoned_steps_are_the_sums_of_their_parts(batch, drafts, ms):
 
 
 @given(
-    st.sampled_from([MEASURED, TAIL_RECKONED, RECKONED]), st.integers(1, 300), st.integers(1, 300), st.integers(0, 900)
+    st.sampled_from([MEASURED, TAIL_RECKONED, RECKONED]), st.integers(1, 300), st.integers(1, 300), st.integers(0, 20)
 )
 def test_more_requests_or_drafts_never_take_less(steps, requests, more, drafts):
-    assert steps.step_ms(requests, drafts) <= steps.step_ms(requests + more, drafts) + 1e-9
-    assert steps.step_ms(requests, drafts) <= steps.step_ms(requests, drafts + more) + 1e-9
+    assert steps.ms(requests, drafts) <= steps.ms(requests + more, drafts) + 1e-9
+    assert steps.ms(requests, drafts) <= steps.ms(requests, drafts + more) + 1e-9

@@ -6,18 +6,12 @@ from vllm_specrollout.bench.studies.tlt import (
     FITTED,
     PRINTED,
     CyclesInputs,
-    Figure14Inputs,
     Table4Inputs,
-    gained,
-    rollout_speed_up,
     run_cycles,
-    run_figure_14,
     run_table_4,
     speed_up,
     speed_ups,
 )
-
-from vllm_specrollout.budgets.papers.tlt import TltBudget
 
 INPUTS = Table4Inputs()
 FREE = ("request", "row", "row_beyond_knee", "draft_request")
@@ -78,22 +72,6 @@ def test_speed_ups_are_those_of_table_7(row, speed_up):
 def test_one_row_of_each_drafter_is_given_and_the_others_are_predicted():
     kinds = [row[-1] for row in CYCLES.tables[0].rows]
     assert kinds.count("given") == 4 and kinds.count("predicted") == 4
-
-
-def test_the_products_own_budget_says_from_which_batch_on_nothing_is_drafted():
-    budget = TltBudget(64, 10, rng=np.random.default_rng(0))
-    assert gained(32, budget) == 1.0 and gained(31, budget) > 2.0
-    assert gained(1, budget) == 3.62 and gained(2, budget) == 3.39 and gained(8, budget) == 2.73
-
-
-def test_a_longer_tail_leaves_more_time_below_the_threshold_and_gains_more():
-    few = msgspec.structs.replace(Figure14Inputs(), rollouts=10)
-    speeds = [rollout_speed_up(few, spread, 0.0046, 0) for spread in few.spreads]
-    assert speeds == sorted(speeds) and 1.0 < speeds[0][0] < speeds[-1][0] < 3.62
-    report = run_figure_14(few, 0)
-    assert len(report.tables[0].rows) == 12 and not any(
-        "*" in str(cell) for row in report.tables[0].rows for cell in row
-    )
 
 
 def test_a_batch_drains_as_its_answers_end():

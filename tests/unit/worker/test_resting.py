@@ -1,0 +1,117 @@
+"""The drafter beside an engine: it has given its memory back before any step, and wakes up while there is none."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm_specrollout.worker.calls import DrafterMixin
+from vllm_specrollout.worker.models import decoupled
+
+
+class Base:
+    """As much of vLLM's worker as is called."""
+
+    done: list[str]
+
+    def execute_model(self, scheduler_output: Any) -> str:
+        self.done.append("step")
+        return "output"
+
+    def sleep(self, level: int) -> None:
+        self.done.append("engine asleep")
+
+    def wake_up(self, tags: list[str] | None) -> None:
+        self.done.append("engine awake")
+
+
+class Worker(DrafterMixin, Base):
+    def __init__(self, running: dict[str, tuple[int, int]]) -> None:
+        self.done, is_awake = [], [False]
+
+        def sleep() -> None:
+            self.done += ["drafter asleep"] * is_awake[0]
+            is_awake[0] = False
+
+        def wake() -> None:
+            self.done += ["drafter awake"] * (not is_awake[0])
+            is_awake[0] = True
+
+        command = SimpleNamespace(model="small")
+        self._warm: Any = SimpleNamespace(sleep=sleep, wake=wake, address="", process=SimpleNamespace(command=command))
+        self.model_runner: Any = SimpleNamespace(
+            standing=lambda: running,
+            settle=lambda: None,
+            model_drafter=None,
+            step=SimpleNamespace(number=0),
+            metrics=SimpleNamespace(nodes_of=lambda sources: (0, 0)),
+            vllm_config=SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4)),
+        )
+
+    def stand(self) -> None:
+        self._standing(SimpleNamespace(links={}))  # type: ignore[arg-type]
+
+    def step(self, tokens: int) -> None:
+        assert self.execute_model(SimpleNamespace(total_num_scheduled_tokens=tokens)) == "output"  # type: ignore[arg-type]
+
+
+def test_a_drafter_gives_its_memory_back_before_a_prefill_and_wakes_up_once_nothing_is_left() -> None:
+    running: dict[str, tuple[int, int]] = {}
+    worker = Worker(running)
+    worker.stand()
+    worker.step(0)  # nothing but what has ended
+    running["r"] = (3, 0)
+    worker.step(3)
+    worker.stand()
+    worker.step(1)
+    running.clear()
+    worker.stand()
+    worker.stand()
+    assert worker.done == ["drafter awake", "step", "drafter asleep", "step", "step", "drafter awake"]
+
+
+def test_a_drafter_sleeps_as_long_as_its_engine_does() -> None:
+    worker = Worker({})
+    worker.stand()
+    worker.sleep(1)
+    worker.stand()
+    worker.wake_up(["weights"])
+    worker.stand()
+    assert worker.done == ["drafter awake", "drafter asleep", "engine asleep", "engine awake"], "training goes on"
+    worker.wake_up(["kv_cache"])
+    worker.stand()
+    assert worker.done[4:] == ["engine awake", "drafter awake"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "cores", "devices", "expected"),
+    [
+        ("cuda", "", (), ["cuda:2"]),
+        ("cuda", "", ("cuda:5",), ["cuda:5"]),
+        ("cpu", "0-1|4", (), ["cpu:0,1,4"]),
+        ("cpu", "auto", (), [None]),
+    ],
+)
+def test_a_drafter_has_a_share_of_its_engines_devices_where_none_are_named(
+    monkeypatch: pytest.MonkeyPatch, kind: str, cores: str, devices: tuple[str, ...], expected: list[str | None]
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", cores)
+    begun: list[Any] = []
+    monkeypatch.setattr(decoupled, "WarmDrafter", begun.append)
+    model = SimpleNamespace(dtype="torch.float32", max_model_len=100, enforce_eager=True)
+    scheduler = SimpleNamespace(max_num_seqs=256)
+    runner = SimpleNamespace(
+        device=SimpleNamespace(type=kind, index=2 if kind == "cuda" else None),
+        vllm_config=SimpleNamespace(model_config=model, scheduler_config=scheduler),
+    )
+    decoupled.warm(runner, "small", devices, {"max_model_len": 50})
+    (command,) = begun
+    assert [command.devices and str(command.devices)] == expected
+    assert command.engine_args["max_model_len"] == 50
+    on_gpu = {"enable_sleep_mode": True, "kv_cache_memory_bytes": 2 << 30, "max_num_seqs": 64}
+    assert kind == "cpu" or command.engine_args.items() >= on_gpu.items()
+    assert kind == "cuda" or command.engine_args["max_num_seqs"] == 256
