@@ -111,6 +111,9 @@ class Warm:
         self.process, self.address = SimpleNamespace(command=SimpleNamespace(model=model)), ""
         self.is_stopped = False
 
+    def sleep(self) -> None:
+        pass
+
     def stop(self) -> None:
         self.is_stopped = True
 
@@ -132,6 +135,7 @@ def test_a_warm_drafter_is_begun_once_and_ends_with_its_engine(monkeypatch: pyte
     for model in ("small", "other"):
         assert worker.spec_rollout_warm(model, ["cpu:1"], {"seed": 1}) == {"model": "small"}
     assert begun == [("small", ["cpu:1"], {"seed": 1})]
+    assert worker.model_runner.before_step == worker._warm.sleep, "it has given its memory back before each step"
     worker.shutdown()
     assert worker._warm.is_stopped and worker.told == ["the end"]
 

@@ -31,7 +31,6 @@ from vllm_specrollout.worker.profiling import key_of
 from vllm_specrollout.worker.weights_version import WeightsMixin
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu_worker import Worker as _Base
 
     from vllm_specrollout.drafters.decoupled import DecoupledDrafter
@@ -80,11 +79,6 @@ class DrafterMixin(_Base):
         if self._has_lost_weights and (tags is None or "weights" in tags):
             self._has_lost_weights = False
             self._load_again()
-
-    def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        if scheduler_output.total_num_scheduled_tokens:
-            self._rest_drafter()  # before the first prefill
-        return super().execute_model(scheduler_output, *args, **kwargs)
 
     def _rest_drafter(self) -> None:
         """The drafter beside this engine gives its memory back."""
@@ -145,6 +139,7 @@ class DrafterMixin(_Base):
         def begin(own: DecoupledDrafter) -> dict[str, Any]:
             if self._warm is None:
                 self._warm = decoupled.warm(self.model_runner, model, devices, engine_args or {})
+                self.model_runner.before_step = self._warm.sleep
             return {"model": self._warm.process.command.model}
 
         return self._elsewhere(begin)

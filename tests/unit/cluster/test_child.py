@@ -214,6 +214,7 @@ def test_the_wait_for_an_end_is_counted() -> None:
         return wait(timeout)
 
     popen.wait = slowly  # type: ignore[method-assign]
+    popen.poll = lambda: None  # type: ignore[method-assign]  # it has not ended when it is looked at
     process.stop()
     assert process.waited_s == 2.0
 

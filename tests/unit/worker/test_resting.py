@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,16 +12,14 @@ pytest.importorskip("vllm")
 
 from vllm_specrollout.worker.calls import DrafterMixin
 from vllm_specrollout.worker.models import decoupled
+from vllm_specrollout.worker.v1 import runner as v1
+from vllm_specrollout.worker.v2 import runner as v2
 
 
 class Base:
     """As much of vLLM's worker as is called."""
 
     done: list[str]
-
-    def execute_model(self, scheduler_output: Any) -> str:
-        self.done.append("step")
-        return "output"
 
     def sleep(self, level: int) -> None:
         self.done.append("engine asleep")
@@ -55,23 +54,61 @@ class Worker(DrafterMixin, Base):
     def stand(self) -> None:
         self._standing(SimpleNamespace(links={}))  # type: ignore[arg-type]
 
-    def step(self, tokens: int) -> None:
-        assert self.execute_model(SimpleNamespace(total_num_scheduled_tokens=tokens)) == "output"  # type: ignore[arg-type]
+
+class Stepped(Exception):
+    """A step was begun: what follows is not looked at."""
 
 
-def test_a_drafter_gives_its_memory_back_before_a_prefill_and_wakes_up_once_nothing_is_left() -> None:
+def step_on_v1(worker: Worker, output: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def begun(output: Any) -> int:
+        worker.done.append("step")
+        raise Stepped
+
+    monkeypatch.setattr(v1, "step_of", begun)
+    v1.SpecRolloutV1.execute_model(SimpleNamespace(before_step=worker._warm.sleep, _timing=None), output)  # type: ignore[arg-type]
+
+
+def step_on_v2(worker: Worker, output: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def begun(*args: Any) -> None:
+        worker.done.append("step")
+        raise Stepped
+
+    for name in ("step_of", "waiting_of", "wanted_of"):
+        monkeypatch.setattr(v2, name, lambda output: 0)
+    monkeypatch.setattr(v2, "endings_of", lambda output: {})
+    monkeypatch.setattr(v2, "begin_step", begun)
+    inputs = SimpleNamespace(clear=lambda: None)
+    runner = SimpleNamespace(before_step=worker._warm.sleep, inputs=inputs, weights_version=None)
+    v2.SpecRolloutV2.execute_model(runner, output)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("step", [step_on_v1, step_on_v2])
+def test_a_drafter_gives_its_memory_back_before_a_prefill_and_wakes_up_once_nothing_is_left(
+    step: Callable[[Worker, Any, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     running: dict[str, tuple[int, int]] = {}
     worker = Worker(running)
+
+    def output(tokens: int) -> Any:
+        many = {"r": tokens} if tokens else {}
+        return SimpleNamespace(
+            total_num_scheduled_tokens=tokens,
+            num_scheduled_tokens=many,
+            preempted_req_ids=None,
+            finished_req_ids=set(),
+        )
+
     worker.stand()
-    worker.step(0)  # nothing but what has ended
     running["r"] = (3, 0)
-    worker.step(3)
+    with pytest.raises(Stepped):
+        step(worker, output(3), monkeypatch)
     worker.stand()
-    worker.step(1)
+    with pytest.raises(Stepped):
+        step(worker, output(1), monkeypatch)
     running.clear()
     worker.stand()
     worker.stand()
-    assert worker.done == ["drafter awake", "step", "drafter asleep", "step", "step", "drafter awake"]
+    assert worker.done == ["drafter awake", "drafter asleep", "step", "step", "drafter awake"]
 
 
 def test_a_drafter_sleeps_as_long_as_its_engine_does() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +89,8 @@ class SpecRolloutV1(_Base):
     lays_out_chains = False
     # for a trainer; None: nobody asked
     tap: Tap | None = None
+    # called before a step that computes; None: nobody has memory to give back
+    before_step: Callable[[], object] | None = None
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -167,6 +169,8 @@ class SpecRolloutV1(_Base):
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         now = time.perf_counter()
+        if self.before_step is not None and scheduler_output.total_num_scheduled_tokens:
+            self.before_step()
         if self._timing is not None:
             # From one step's beginning to the next: the engine's own work counts. A long gap means it had none.
             period_ms = (now - self.step.begin) * 1e3

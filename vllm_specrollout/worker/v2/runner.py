@@ -8,6 +8,7 @@ they are sampled in verify.py.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,8 @@ class SpecRolloutV2(_Base):
     self_check: dict[str, Any] | None = None
     # for a trainer; None: nobody asked
     tap: Tap | None = None
+    # called before a step that computes; None: nobody has memory to give back
+    before_step: Callable[[], object] | None = None
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -164,6 +167,8 @@ class SpecRolloutV2(_Base):
             self.host.end(req_id, num_tokens, status)
         with ExitStack() as self._during:
             if not dummy_run and scheduler_output.total_num_scheduled_tokens:
+                if self.before_step is not None:
+                    self.before_step()
                 begin_step(self.weights_version, scheduler_output)
                 # what watches is told; whether anything is drafted goes by what is asked when drafts are made
                 self.drafting.is_paused(step.number, num_running)
