@@ -110,8 +110,7 @@ class HeadRun:
         rate = config.rate or (NEW_RATE if start is None else TRAINED_RATE)
         own = LearnerConfig(**learner, rate=rate)
         about = {**asdict(config), **asdict(own), "start": str(start or ""), "format": _FORMAT}
-        self._about = {name: one for name, one in about.items() if name not in _MAY_CHANGE}
-        del self._about["threads"]  # a run may go on with others
+        self._about = {name: about[name] for name in sorted(set(about) - set(_MAY_CHANGE))}
         state = self._state()
         torch.manual_seed(own.seed)
         if config.threads:
@@ -249,8 +248,8 @@ class HeadRun:
         torch.save(state, partial)
         # in one move, so that a run killed meanwhile leaves a whole one
         partial.replace(self.out / STATE)
-        line = {"step": learner.steps, "rows": learner.rows, "loss": round(loss, 4), "accepted": found.accepted}
-        line |= {"met": [round(one, 4) for one in found.met], "seconds": round(seconds, 1)}
+        line: dict[str, Any] = {"step": learner.steps, "rows": learner.rows, "loss": loss, "accepted": found.accepted}
+        line |= {"met": found.met, "seconds": seconds}
         with (self.out / METRICS).open("a", encoding="utf-8") as metrics:
             metrics.write(json.dumps(line) + "\n")
 
