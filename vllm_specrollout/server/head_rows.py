@@ -130,7 +130,8 @@ class _Parts:
         last, layers = output if isinstance(output, tuple) else (output, [])
         if self._open is None:
             return last
-        positions, tokens = kwargs["positions"].cpu(), kwargs["input_ids"].cpu()
+        # the next pass has the same buffers
+        positions, tokens = (kwargs[name].to("cpu", copy=True) for name in ("positions", "input_ids"))
         hidden = torch.stack([*layers, last], dim=1).cpu()
         jumps = (positions[1:] != positions[:-1] + 1).nonzero().flatten() + 1
         bounds = [0, *jumps.tolist(), len(positions)]

@@ -7,7 +7,7 @@ and may have the `version` of the weights that answered. Text is encoded anew, s
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ class AnswerFile:
             raise self._wrong(f"has `version` {shown(version)}, which is no integer")
         return KeptAnswer(np.array(prompt + answer, dtype=np.int32), len(prompt), version)
 
-    def _ids_of(self, name: str, value: Any, *, begins: bool) -> Sequence[int]:
+    def _ids_of(self, name: str, value: Any, *, begins: bool) -> list[int]:
         ids = self._encode(value, begins) if name in _FORMS[1] and isinstance(value, str) else value
         if not isinstance(ids, list) or not all(type(one) is int and 0 <= one < self._vocab_size for one in ids):
             raise self._wrong(f"has a `{name}` that is none for {self._vocab_size} tokens: {shown(value)}")

@@ -118,7 +118,7 @@ def load_head(folder: Path, source: Source) -> Any:
         config.transformer_layer_config._attn_implementation = "sdpa"
         head = speculators.Eagle3DraftModel.from_pretrained(str(folder), config=config, dtype=torch.float32)
         head.load_verifier_weights()
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, KeyError, ValueError, RuntimeError) as error:
         raise ConfigError(f"`{folder}` is no EAGLE-3 head: {error}", "give a folder that `train-head` wrote") from None
     taken = (tuple(head.config.eagle_aux_hidden_state_layer_ids or ()), head.hidden_size)
     if taken != (source.layers, source.hidden_size):
@@ -163,13 +163,16 @@ class EagleHead(torch.nn.Module):
         embedding, output_head: [vocab, hidden] the target's; they are not trained, and not saved.
     """
 
+    embedding: torch.Tensor
+    output_head: torch.Tensor
+
     def __init__(self, config: Any, embedding: torch.Tensor, output_head: torch.Tensor) -> None:
         from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
         super().__init__()
         self.config = config
         self.fc = torch.nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        layer = LlamaDecoderLayer(config, 0)
+        layer: Any = LlamaDecoderLayer(config, 0)
         # the paper's head has none here, and vLLM runs none
         layer.input_layernorm = torch.nn.Identity()
         self.layers = torch.nn.ModuleList([layer])

@@ -120,7 +120,7 @@ class Learner:
         for group in self._optimizer.param_groups:
             group["lr"] = self.config.rate * min(1.0, (self.steps + 1) / _WARM)
         loss = self._loss_on(windows)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self._weights, self.config.clip)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -228,9 +228,7 @@ def _inside(batch: WindowBatch, level: int) -> torch.Tensor:
 def _loss_of(name: str, device: torch.device) -> Any:
     from speculators.losses import resolve_loss_config
 
-    implementation = "fused" if device.type == "cuda" else "eager"
-    ((loss, _),) = resolve_loss_config(name, implementation).values()
-    return loss
+    return resolve_loss_config(name, "fused" if device.type == "cuda" else "eager")[name][0]
 
 
 def _dtype(device: torch.device) -> str:

@@ -31,6 +31,7 @@ METHODS = ("eagle3", "eagle")
 WORTH = 1.8 / 6
 """Accepted tokens per level from which on a head is worth its passes."""
 _FORMAT = 3  # of the state
+_MAY_CHANGE = ("threads", "judge_rows", "memory_gib")  # when a run goes on
 Prefill = Callable[[Path, tuple[int, ...], Sequence[KeptAnswer]], Iterator[Rows]]
 """(target, layers, answers) -> what the target computes for each answer."""
 
@@ -108,8 +109,8 @@ class HeadRun:
         self._answers, self._prefill = answers, prefill
         rate = config.rate or (NEW_RATE if start is None else TRAINED_RATE)
         own = LearnerConfig(**learner, rate=rate)
-        self._about = {**asdict(config), **asdict(own), "start": str(start or ""), "format": _FORMAT}
-        del self._about["threads"]  # a run may go on with others
+        about = {**asdict(config), **asdict(own), "start": str(start or ""), "format": _FORMAT}
+        self._about = {name: about[name] for name in sorted(set(about) - set(_MAY_CHANGE))}
         state = self._state()
         torch.manual_seed(own.seed)
         if config.threads:
@@ -247,8 +248,8 @@ class HeadRun:
         torch.save(state, partial)
         # in one move, so that a run killed meanwhile leaves a whole one
         partial.replace(self.out / STATE)
-        line = {"step": learner.steps, "rows": learner.rows, "loss": round(loss, 4), "accepted": found.accepted}
-        line |= {"met": [round(one, 4) for one in found.met], "seconds": round(seconds, 1)}
+        line: dict[str, Any] = {"step": learner.steps, "rows": learner.rows, "loss": loss, "accepted": found.accepted}
+        line |= {"met": found.met, "seconds": seconds}
         with (self.out / METRICS).open("a", encoding="utf-8") as metrics:
             metrics.write(json.dumps(line) + "\n")
 

@@ -119,8 +119,7 @@ class Windows:
 
     def drop_done(self) -> None:
         """Forget hidden states that are of no more use."""
-        pending = self._pending()
-        for digest in [one for one in self._answers if self._cut.get(one, 0) >= self._passes and one not in pending]:
+        for digest in [one for one in self._answers if self.is_done(one)]:
             del self._answers[digest]
 
     def state_dict(self) -> dict[str, Any]:
