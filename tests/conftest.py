@@ -120,15 +120,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture
-def snapshot(request: pytest.FixtureRequest) -> Callable[[Path, str], None]:
-    """Compare a text with the recorded one; `pytest --update-snapshots` records it anew, to be reviewed in the diff."""
+def recorded(request: pytest.FixtureRequest) -> Callable[[Path, str], str]:
+    """The text that was recorded; `pytest --update-snapshots` records this one, to be reviewed in the diff."""
 
-    def check(path: Path, text: str) -> None:
+    def read(path: Path, text: str) -> str:
         if request.config.getoption("--update-snapshots"):
             path.write_text(text, encoding="utf-8")
-        assert text == path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
 
-    return check
+    return read
 
 
 @pytest.fixture

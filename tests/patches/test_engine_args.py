@@ -230,7 +230,7 @@ REFUSED = {
 }
 
 
-def test_every_refusal_by_vllms_own_arguments_reads_as_recorded(make, snapshot, render_refusals, monkeypatch):
+def test_every_refusal_by_vllms_own_arguments_reads_as_recorded(make, recorded, render_refusals, monkeypatch):
     from vllm.config import KVTransferConfig
 
     def create(**kwargs):
@@ -244,7 +244,7 @@ def test_every_refusal_by_vllms_own_arguments_reads_as_recorded(make, snapshot, 
     text += "\n" + render_refusals({"V2 runner": create})
     monkeypatch.setenv("VLLM_SPEC_ROLLOUT", "/no/such/file")
     text += "\n" + render_refusals({"unreadable environment": lambda: make().create_engine_config()})
-    snapshot(Path(__file__).with_name("refusals.txt"), text)
+    assert text == recorded(Path(__file__).with_name("refusals.txt"), text)
 
 
 POOLING = dict(runner="pooling", convert="embed")

@@ -124,7 +124,7 @@ def test_what_does_no_harm_is_accepted(changes):
     check(**changes)
 
 
-def test_every_refusal_reads_as_recorded(snapshot, render_refusals, monkeypatch):
+def test_every_refusal_reads_as_recorded(recorded, render_refusals, monkeypatch):
     config = SimpleNamespace
     cases = {
         **{f"arguments: {k}": lambda v=v: check(**v) for k, v in REFUSED_ARGS.items()},
@@ -155,7 +155,7 @@ def test_every_refusal_reads_as_recorded(snapshot, render_refusals, monkeypatch)
     monkeypatch.setenv("VLLM_SPEC_ROLLOUT", "{oops")
     unread = SimpleNamespace(additional_config={})
     text += "\n" + render_refusals({"environment: unreadable": lambda: settings.requested(unread)})
-    snapshot(HERE / "refusals" / "limits.txt", text)
+    assert text == recorded(HERE / "refusals" / "limits.txt", text)
 
 
 def choose(is_cpu=True, is_cuda=False, platform=""):

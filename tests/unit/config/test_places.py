@@ -70,3 +70,4 @@ def test_what_cannot_be_a_recording_is_one_error(tmp_path, path, problem):
 def test_a_link_to_a_file_that_can_be_made_is_followed(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "t.zst")
     check(record=str(tmp_path / "link"))
+    assert not (tmp_path / "t.zst").exists(), "the engine alone makes it"
