@@ -81,7 +81,7 @@ class Budget(Protocol):
         ...
 
     def renewed(self, first_source: int, num_sources: int) -> None:
-        """A drafter says other things from now on: what was learned of its sources does not hold."""
+        """A drafter has other weights from now on: what was learned of its sources holds, but for little."""
         ...
 
     def seed(self, timings: Sequence[StepTiming]) -> None:

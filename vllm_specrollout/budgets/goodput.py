@@ -89,9 +89,10 @@ class Acceptance:
         prior = PRIOR * expected  # both sides times `reached`
         return (accepted * reached + prior) / (expected * reached + prior)
 
-    def forget(self, first_source: int, num_sources: int) -> None:
-        """Nothing is known of these sources any more."""
-        self._counts[:, first_source : first_source + num_sources] = _LEAST
+    def renew(self, first_source: int, num_sources: int) -> None:
+        """These sources say other things from now on: what they said counts for as much as their own word does."""
+        own = self._counts[:, first_source : first_source + num_sources]
+        own *= PRIOR / np.maximum(own[0], PRIOR)
 
     def weights_are(self, version: int) -> None:
         """What is counted from now on is of these; of others, half of what was counted is left."""
@@ -171,7 +172,7 @@ class GoodputBudget(BaseBudget):
             self.cost.observe(record.timing)
 
     def renewed(self, first_source: int, num_sources: int) -> None:
-        self.acceptance.forget(first_source, num_sources)
+        self.acceptance.renew(first_source, num_sources)
 
     def seed(self, timings: Sequence[StepTiming]) -> None:
         self.cost.seed(timings)

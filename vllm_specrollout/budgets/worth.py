@@ -46,6 +46,11 @@ class Merit:
         nearest = seen[np.abs(np.arange(TENTHS)[:, None] - seen).argmin(axis=1)]
         return np.maximum(self._tokens[nearest], 0.0)[_tenths(sure)]
 
+    def renew(self) -> None:
+        """It is another one, and begins with what was known of the one before: as if that was seen once."""
+        self.num_learned, self._seen = min(self.num_learned, 1), np.minimum(self._seen, 1)
+        self._pause, self._until = FIRST_PAUSE, 0
+
     def learn(self, sure: FloatArray, tokens: FloatArray, verify_ms: float) -> None:
         """It added so many tokens [K] to the requests that it was asked for, and so much time to each."""
         self.num_learned += 1
@@ -127,6 +132,11 @@ class Worth:
             merit.asked(step, len(wanted), pays=pays)
             found |= tried is not None and pays
         return found
+
+    def renew(self, name: str) -> None:
+        """The drafter has other weights."""
+        if (merit := self._merits.get(name)) is not None:
+            merit.renew()
 
     def drop(self, name: str) -> None:
         """The drafter is switched off."""

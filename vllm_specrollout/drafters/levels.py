@@ -113,6 +113,7 @@ FIRST = 2
 """Index of the one that is used before anything is known: hardly worse than greedy where that is best."""
 MEMORY = 0.999
 """Weight left to an observation after each further one."""
+_RENEWED = 20.0  # positions that count when a drafter has other weights
 
 
 class Sharpness:
@@ -131,6 +132,10 @@ class Sharpness:
         if self.pinned is not None:
             return self.pinned
         return CHOICES[int(self._hits.argmax())]
+
+    def renew(self) -> None:
+        """The drafter has other weights: what was learned counts for little."""
+        self._hits *= _RENEWED / max(self._hits.max(), _RENEWED)
 
     def observe(self, is_hit: npt.NDArray[np.bool_]) -> None:
         """What the candidates would have met.

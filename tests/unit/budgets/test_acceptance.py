@@ -72,10 +72,20 @@ def test_a_step_without_drafts_changes_nothing() -> None:
     np.testing.assert_array_equal(acceptance.calibration(), before)
 
 
-def test_a_drafter_with_other_weights_is_taken_at_its_word_again_and_nobody_else_is() -> None:
+def test_a_drafter_with_other_weights_begins_halfway_between_its_parents_and_its_own_word() -> None:
     budget = GoodputBudget(8, 8)
     for source in (1, 2, 3):
         after(budget.acceptance, 200, 0, source=source)
     budget.renewed(1, 2)
     calibration = budget.acceptance.calibration()[:, TENTH]
-    assert calibration[[0, 1, 2]].tolist() == pytest.approx([1.0] * 3) and calibration[3] < 0.1
+    assert calibration[[0, 1, 2]].tolist() == pytest.approx([1.0, 0.5, 0.5], abs=0.01) and calibration[3] < 0.1
+    after(budget.acceptance, 20, 6, source=1)
+    assert budget.acceptance.calibration()[1, TENTH] > 0.85, "and what is seen of it soon outweighs that"
+
+
+def test_little_that_is_known_of_a_parent_is_not_made_more() -> None:
+    budget = GoodputBudget(8, 8)
+    after(budget.acceptance, 2, 0, source=1)
+    before = budget.acceptance.calibration()
+    budget.renewed(1, 1)
+    np.testing.assert_allclose(budget.acceptance.calibration(), before)

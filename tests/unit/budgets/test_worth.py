@@ -132,6 +132,30 @@ def test_a_drafter_that_fails_when_asked_leaves_nothing_to_learn() -> None:
     assert step(worth, 10, [0.95, 0.95], [0.95, 0.95]) == [0, 1]
 
 
+def test_a_drafter_with_other_weights_is_asked_as_its_parent_was_and_learned_about_quickly() -> None:
+    steps = []
+    for is_renewed in (False, True):
+        worth = Worth()
+        for number in range(100):
+            step(worth, number, [0.0, 0.0], [0.8, 0.8])
+        if is_renewed:
+            worth.renew("model")
+        asked = [step(worth, number, [0.0, 0.0], [0.0, 0.0]) for number in range(100, 200)]
+        assert asked[0] == [0, 1]
+        steps.append(asked.count([0, 1]))
+    assert steps[1] <= steps[0] / 2, "it brings nothing, and that is noticed sooner"
+    worth.renew("nobody")
+
+
+def test_a_parent_that_was_written_off_does_not_keep_its_child_from_being_tried() -> None:
+    worth = Worth()
+    for number in range(400):
+        step(worth, number, [0.0, 0.0], [0.0, 0.0])
+    assert not any(step(worth, number, [0.0, 0.0], [0.0, 0.0]) for number in range(400, 410))
+    worth.renew("model")
+    assert [step(worth, number, [0.0, 0.0], [0.8, 0.8]) for number in range(410, 420)] == [[0, 1]] * 10
+
+
 def test_requests_that_may_have_no_draft_are_neither_asked_for_nor_tried() -> None:
     worth, may = learned(brings=0.8, ms=0.5), np.array([True, False, True])
     assert worth.wanted("model", price_of(0.5), plan([0.0, 0.0, 0.95]), 9, may).tolist() == [True, False, False]

@@ -25,6 +25,15 @@ def test_a_target_that_changes_is_followed() -> None:
     assert sharpness.value == CHOICES[4]
 
 
+def test_with_other_weights_what_was_learned_is_where_the_next_begins_and_is_soon_outweighed() -> None:
+    sharpness = Sharpness()
+    sharpness.observe(hits(*[0] * 500))
+    sharpness.renew()
+    assert sharpness.value == CHOICES[0]
+    sharpness.observe(hits(*[4] * 25))
+    assert sharpness.value == CHOICES[4]
+
+
 def test_where_all_candidates_agree_the_first_guess_stays() -> None:
     sharpness = Sharpness()
     sharpness.observe(np.ones((50, len(CHOICES)), dtype=np.bool_))
