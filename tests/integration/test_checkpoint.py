@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from vllm_specrollout.errors import ConfigError, ForbiddenError
-from vllm_specrollout.worker.models.swapping import MOST_HEADER, configuration, opened
+from vllm_specrollout.worker.models.checkpoint import MOST_HEADER, configuration, opened
 
 WEIGHTS = {
     "fc.weight": torch.arange(6.0).reshape(2, 3),

@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.worker import calls
 from vllm_specrollout.worker.calls import DrafterMixin
+from vllm_specrollout.worker.models.swapping import Swapper
 
 
 class Asleep:
@@ -22,7 +23,8 @@ class Asleep:
         self.told: list[Any] = []
         drafter = SimpleNamespace(of_vllm=SimpleNamespace(path=Path("first")))
         drop = SimpleNamespace(drop=lambda drafter, error: self.told.append(str(error)))
-        self.model_runner = SimpleNamespace(model_drafter=drafter, spec_rollout=drop, settle=lambda: None)
+        own = {"model_drafter": drafter, "spec_rollout": drop, "swapper": None}
+        self.model_runner = SimpleNamespace(**own, settle=lambda: None)
 
     def sleep(self, level: int) -> None:
         self.told.append(level)
@@ -40,15 +42,14 @@ class Worker(DrafterMixin, Asleep):
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Where weights were loaded from again."""
     paths: list[Path] = []
 
-    def swap(runner: Any, path: Path, below: Path | None, *, is_new: bool = True) -> dict[str, int]:
-        assert below is None and is_new == (path == Path("second") and not paths)
-        paths.append(path)
-        return {"version": len(paths)}
+    class Again(Swapper):
+        def again(self) -> None:
+            paths.append(self._place[0] if self._place else self._runner.model_drafter.of_vllm.path)
 
-    monkeypatch.setattr(calls, "swap", swap)
-    monkeypatch.setattr(calls, "path_of", lambda own: own.path)
+    monkeypatch.setattr(calls, "Swapper", Again)
     return paths
 
 
@@ -63,24 +64,24 @@ def test_weights_that_a_sleep_threw_away_are_loaded_once(loaded: list[Path], lev
     assert loaded == paths and worker.told == [level, ["kv_cache"], ["weights"], None]
 
 
-def test_what_was_swapped_in_last_is_loaded_again(loaded: list[Path]) -> None:
-    worker = Worker()
-    assert worker.spec_rollout_load_drafter("second") == {"version": 1}
-    worker.sleep(2)
-    worker.wake_up(None)
-    assert loaded == [Path("second"), Path("second")]
-
-
 def test_a_drafter_whose_weights_are_gone_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(runner: Any, path: Path, below: Path | None, *, is_new: bool) -> None:
-        raise ConfigError(f"`{path}` holds no safetensors", "give another")
+    class Fails(Swapper):
+        def again(self) -> None:
+            raise ConfigError("`first` holds no safetensors", "give another")
 
-    monkeypatch.setattr(calls, "swap", fails)
-    monkeypatch.setattr(calls, "path_of", lambda own: own.path)
+    monkeypatch.setattr(calls, "Swapper", Fails)
     worker = Worker()
     worker.sleep(2)
     worker.wake_up(None)
     assert worker.model_runner.model_drafter is None and worker.told[-1].startswith("`first` holds no safetensors")
+
+
+def test_an_engine_without_a_model_that_drafts_says_so() -> None:
+    worker = Worker()
+    worker.model_runner.model_drafter = None
+    answer = worker.spec_rollout_load_drafter("a", "second")
+    assert answer["cause"] == "no model drafts in this engine" and not answer["is_forbidden"]
+    assert "were dropped" in worker.spec_rollout_end_drafter("a", is_taken=True)["cause"]
 
 
 def test_an_engine_that_is_not_decoupled_says_so_and_how_to_make_it_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,7 +203,7 @@ def test_a_model_that_meets_nothing_any_more_is_named_and_one_that_never_did_is_
     with pytest.raises(RuntimeError, match=f"none of {MOST_UNMET}"):
         for _ in range(half):
             model.observe(*verdict(64, 0, 0))
-    model.begin_anew()
+    model.renew()
     for _ in range(2 * half):
         model.observe(*verdict(64, 0, 0))
 

@@ -27,6 +27,7 @@ OURS = {
         "runner.model_drafter",
         "runner.model_drafter.is_resting",
         "runner.placed",
+        "runner.swapper",
         "link.window",
         "runner.metrics.total",
         "runner.shape",
@@ -50,6 +51,8 @@ OURS = {
 COPIES = {
     ("server/replica.py", "params"),
     ("worker/common.py", "clone"),
+    ("worker/models/swapping.py", "copy"),
+    ("worker/models/swapping.py", "other"),
     ("worker/v1/proposer.py", "plain"),
     ("worker/v1/sampler.py", "clone"),
     ("worker/v1/thinking.py", "spread"),
@@ -80,6 +83,7 @@ OURS_HERE = {
     ("worker/models/decoupled.py", "self._here"),
     ("worker/models/decoupled.py", "self._speculator"),
     ("worker/models/drafter.py", "drafter"),
+    ("worker/models/drafter.py", "drafter.heads"),
     ("worker/models/drafter.py", "proposer"),
     ("worker/models/drafter.py", "self.proposer"),
     ("worker/models/proposing.py", "rows"),
@@ -89,7 +93,7 @@ OURS_HERE = {
         ("worker/v2/lane.py", name)
         for name in (
             *("step", "one", "drafter", "self.drafts", "self.host", "self.verifier"),
-            *("self._history", "self._late", "self.model_drafter"),
+            *("self._history", "self._late", "self.model_drafter", "self.model_drafter.heads"),
         )
     ),
     ("worker/v2/host.py", "step"),

@@ -41,6 +41,9 @@ class Status:
     unaccepted: tuple[str, ...] = ()
     # drafter -> tokens of a request beyond which it drafts for nobody
     most_tokens: dict[str, int] = field(default_factory=dict)
+    # number of the head that drafts; None: none was loaded. How often a new one was worse than the one before
+    head: int | None = None
+    went_back: int = 0
 
     @property
     def is_well(self) -> bool:
@@ -67,6 +70,8 @@ class Status:
             lines.append(f"  {name:<14}  {self.accepted[name]:.0%} of {count} draft tokens accepted")
         lines += [f"  {name:<14}  accepted nothing since the last weights" for name in self.unaccepted]
         lines += [f"  {name:<14}  nobody beyond {most} tokens" for name, most in sorted(self.most_tokens.items())]
+        if self.head is not None:
+            lines.append(f"  head            number {self.head} drafts; {self.went_back} times a new one was worse")
         lines += [f"  failed          {part}: {count} times" for part, count in sorted(self.failures.items())]
         if self.verdict == "off":
             lines.append("\nhint: `vllm serve MODEL --spec-rollout`; `specrollout doctor` says whether it works here")
@@ -121,6 +126,7 @@ def judge(now: Series, before: Series | None = None) -> Status:
     verified, accepted = sums("verified_nodes", "source"), sums("accepted_nodes", "source")
     failures = {part: int(count) for part, count in sums("failures", "part").items() if count >= 1}
     alive = [value for _, value in now.get("drafters_alive", ())]
+    went = [value for _, value in now.get("head_went_back", ())]
     speedup = plain / took if took > 0 and plain > 0 else None
     choices = sums("decisions", "choice")
     verdict, why = "idle", ""
@@ -143,6 +149,8 @@ def judge(now: Series, before: Series | None = None) -> Status:
         failures=failures,
         unaccepted=tuple(sorted({own["source"] for own, value in now.get("accepted_nothing", ()) if value})),
         most_tokens={own["source"]: int(value) for own, value in now.get("most_tokens", ())},
+        head=int(max(heads)) if (heads := [value for _, value in now.get("head", ())]) and any(went + heads) else None,
+        went_back=int(sum(went)),
     )
 
 

@@ -173,7 +173,7 @@ class Contained:
     def health(self) -> dict[str, Any]:
         """How drafters and budget are, in plain JSON types: name -> "state" (`alive`, `probation`, `given up`), how
         many times they "failed", the last "error", and "steps" until they are tried again; of a drafter whose context
-        is shorter than the target's, "most_tokens" of a request that it drafts for."""
+        is shorter than the target's, "most_tokens" of a request that it drafts for; of a model, its "head"."""
         parts: Iterable[tuple[str, Any]] = ((drafter.name, drafter) for drafter in self.all_drafters())
         found = {}
         for name, part in itertools.chain(parts, [(_BUDGET, self.budget)]):
@@ -182,6 +182,8 @@ class Contained:
             found[name] = {"state": "probation" if steps else "alive", "failed": failed, "error": error, "steps": steps}
             if (most := getattr(part, "most_tokens", UNBOUNDED)) < UNBOUNDED:
                 found[name]["most_tokens"] = most
+            if (heads := getattr(part, "heads", None)) is not None:
+                found[name]["head"] = heads.as_dict()
         for name, (failed, error) in self.probation.given_up.items():
             if self.budget is self._no_budget if name == _BUDGET else name in self.names:
                 found[name] = {"state": "given up", "failed": failed, "error": error, "steps": 0}

@@ -125,6 +125,9 @@ METRICS = (
         "1: of the drafter's nodes (`all`: of anybody's) none was accepted since the target's last weights.",
         ("source",),
     ),
+    Metric("head", "gauge", "Number of the head that drafts: how many were loaded before it, and it, since the start."),
+    Metric("head_parent", "gauge", "Number of the head that it took the place of; -1: none."),
+    Metric("head_went_back", "gauge", "How often a new head was worse, and the one before it came back."),
     Metric("self_checks", "counter", "Parts of the engine's check of itself at its start.", ("part", "result")),
     Metric("withheld_checked", "counter", "Tokens of withheld verdicts that were compared with plain decoding."),
     Metric("withheld_differing", "counter", "Tokens of withheld verdicts that plain decoding did not find again."),
@@ -336,6 +339,10 @@ class Metrics(Listener):
         """A drafter drafts for no request that is longer."""
         if most < UNBOUNDED:
             self._counts[f"most_tokens/{name}"] = most
+
+    def head(self, number: int, parent: int, went_back: int) -> None:
+        """Another head drafts."""
+        self._counts.update(head=number, head_parent=parent, head_went_back=went_back)
 
     def elsewhere(self, alive: int, trees: int, wasted: int) -> None:
         """Of drafters in processes of their own: how many are ready, and what has come since this was told last."""

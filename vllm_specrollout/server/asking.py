@@ -6,8 +6,10 @@ are called (`LLM`, `LLMEngine`) and for engines that are awaited (`AsyncLLM`). N
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
+import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,8 @@ class Call:
 
     method: str
     args: tuple[Any, ...] = ()
+    # seconds to wait before it
+    pause_s: float = 0.0
 
 
 Check = Callable[[Any], None]
@@ -52,6 +56,7 @@ def ask(engine: Any, conversation: Conversation[T], check: Check | None = None) 
             call = conversation.send(answers)
         except StopIteration as end:
             return end.value
+        time.sleep(call.pause_s)
         answers = [engine.collective_rpc(call.method, args=call.args)]
 
 
@@ -71,6 +76,7 @@ async def aask(engine: Any, conversation: Conversation[T], check: Check | None =
             call = conversation.send(answers)
         except StopIteration as end:
             return end.value
+        await asyncio.sleep(call.pause_s)
         if has_several:
             answers = await client.call_utility_all_async("collective_rpc", call.method, None, call.args, None)
         else:

@@ -10,6 +10,7 @@ are awaited (`AsyncLLM`).
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ MAX_INDEX = 65_535
 """Highest index of a sample."""
 REWARDS_AT_ONCE = 4096
 """Rewards in one call of the workers, which serve no request meanwhile."""
+_LEAST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1
+"""Between two looks at weights on their way."""
 
 
 class WeightsError(ConfigError):
@@ -210,11 +213,18 @@ def loading(path: str | Path, below: str | None = None) -> Conversation[int]:
         WeightsError: they cannot be read, do not fit, or cannot draft.
         ForbiddenError: they lie outside of `below`.
     """
-    answers = yield Call("spec_rollout_load_drafter", (str(path), below))
-    for answer in _flat(answers):
+    name, pause_s, is_ready = secrets.token_hex(8), 0.0, False
+    found = _flat((yield Call("spec_rollout_load_drafter", (name, str(path), below))))
+    while not (told := [answer for answer in found if "cause" in answer]) and not is_ready:
+        pause_s = min(2 * pause_s + _LEAST_PAUSE_S, _LONGEST_PAUSE_S)
+        found = _flat((yield Call("spec_rollout_drafter_ready", (name,), pause_s)))
+        is_ready = all(answer.get("is_ready") for answer in found)
+    # all ranks have the same weights, whatever one of them met
+    ended = _flat((yield Call("spec_rollout_end_drafter", (name, not told))))
+    for answer in told or ended:
         if "cause" in answer:
             raise (ForbiddenError if answer.get("is_forbidden") else WeightsError)(answer["cause"], answer["hint"])
-    return max(answer["version"] for answer in _flat(answers))
+    return max(answer["version"] for answer in ended)
 
 
 def candidates(request_id: str, index: int | None) -> list[str]:

@@ -25,8 +25,7 @@ from vllm_specrollout.observe.timeline import TimelineListener
 from vllm_specrollout.worker import hidden
 from vllm_specrollout.worker.common import Stats, is_first_rank
 from vllm_specrollout.worker.models import decoupled
-from vllm_specrollout.worker.models.proposing import path_of
-from vllm_specrollout.worker.models.swapping import swap
+from vllm_specrollout.worker.models.swapping import Swapper
 from vllm_specrollout.worker.profiling import key_of
 from vllm_specrollout.worker.weights_version import WeightsMixin
 
@@ -46,29 +45,41 @@ class DrafterMixin(_Base):
     """Mixed into vLLM's workers."""
 
     model_runner: SpecRolloutV1 | SpecRolloutV2
-    # where the drafter's weights came from last, and out of which folder they may not; None: as the engine was started
-    _drafter_place: tuple[Path, Path | None] | None = None
     _has_lost_weights = False
     # for other engines to attach; None: there is none. While this engine sleeps it may not wake up
     _warm: WarmDrafter | None = None
     _is_asleep = False
 
-    def spec_rollout_load_drafter(self, path: str, below: str | None = None) -> dict[str, Any]:
-        """Other weights for the model that drafts; see `swap`. An error comes back as its cause and hint, and whether
-        it `is_forbidden`, since it has to pass between processes.
+    def spec_rollout_load_drafter(self, name: str, path: str, below: str | None = None) -> dict[str, Any]:
+        """Begin to make other weights ready for the model that drafts; see `Swapper.begin`. No step waits for it.
+
+        An error comes back as its cause and hint, and whether it `is_forbidden`: it has to pass between processes.
         """
-        place = Path(path), None if below is None else Path(below)
+        return self._swapped(lambda swapper: swapper.begin(name, Path(path), None if below is None else Path(below)))
+
+    def spec_rollout_drafter_ready(self, name: str) -> dict[str, Any]:
+        """Whether they are there ("is_ready")."""
+        return self._swapped(lambda swapper: {"is_ready": swapper.is_ready(name)})
+
+    def spec_rollout_end_drafter(self, name: str, is_taken: bool) -> dict[str, Any]:
+        """Have them from the next step on, on all ranks, or drop them; see `Swapper.end`."""
+        return self._swapped(lambda swapper: swapper.end(name, is_taken=is_taken))
+
+    def _swapped(self, what: Callable[[Swapper], dict[str, Any] | None]) -> dict[str, Any]:
+        runner = self.model_runner
+        if runner.swapper is None:
+            runner.swapper = Swapper(runner)
         try:
-            found = swap(self.model_runner, *place)
+            return what(runner.swapper) or {}
         except SpecRolloutError as error:
             return {"cause": error.cause, "hint": error.hint, "is_forbidden": isinstance(error, ForbiddenError)}
-        self._drafter_place = place
-        return found
 
     def sleep(self, level: int = 1) -> None:
         # level 2 throws all weights away, and a trainer brings the target's alone
         self._has_lost_weights = self._has_lost_weights or level >= 2
         self.model_runner.settle()  # steps in flight may hold memory of the device
+        if self.model_runner.swapper is not None:
+            self.model_runner.swapper.rest()
         self._is_asleep = True
         self._rest_drafter()
         super().sleep(level)
@@ -91,7 +102,7 @@ class DrafterMixin(_Base):
         if drafter is None:
             return
         try:
-            swap(runner, *(self._drafter_place or (path_of(drafter.of_vllm), None)), is_new=False)
+            (runner.swapper or Swapper(runner)).again()
         except SpecRolloutError as error:
             if runner.model_drafter is not None:
                 runner.model_drafter = None

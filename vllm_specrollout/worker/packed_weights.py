@@ -113,7 +113,7 @@ class PackedWeights:
                         total = get_layerwise_info(layer).load_numel_total
                         parts.append(f"`{name}` got {_taken_back(layer)[0]} of its {total}")
                 finalize_layerwise_reload(self._model, self._config.model_config)
-            _pack_tied_head(self._model)
+            pack_tied_head(self._model)
         if parts:
             raise UnsupportedError(
                 f"{parts[0]} weights before the next step, and on CPU the others are packed already",
@@ -121,7 +121,7 @@ class PackedWeights:
             )
 
 
-def _pack_tied_head(model: torch.nn.Module) -> None:
+def pack_tied_head(model: torch.nn.Module) -> None:
     """An output head that is the embedding was packed by itself, and a reload brings the embedding alone."""
     embeddings = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
     for head in embeddings:

@@ -52,7 +52,7 @@ _STATUS = {
 }
 _ANY = 1 << 30  # draft tokens; more than any request has
 _ENDINGS, _WAITING, _STEP = "spec_rollout_endings", "spec_rollout_waiting", "spec_rollout_step"
-_SIGNALLED, _WANTED = "spec_rollout_signalled", "spec_rollout_wanted"
+_SIGNALLED, _WANTED, _JUDGED = "spec_rollout_signalled", "spec_rollout_wanted", "spec_rollout_judged"
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,8 @@ class SpecRolloutOutput(ModelRunnerOutput):
     report: DraftReport | None = None
     # what the worker counted since its last output: see vllm_specrollout.observe.metrics
     counts: dict[str, int] = field(default_factory=dict)
+    # as `judged_of`
+    judged: tuple[int, bool] | None = None
 
     @classmethod
     def carrying(
@@ -86,9 +88,10 @@ class SpecRolloutOutput(ModelRunnerOutput):
         drafts: DraftTokenIds | None = None,
         report: DraftReport | None = None,
         counts: dict[str, int] | None = None,
+        judged: tuple[int, bool] | None = None,
     ) -> SpecRolloutOutput:
         made = object.__new__(cls)
-        made.__dict__.update(vars(output), drafts=drafts, report=report, counts=counts or {})
+        made.__dict__.update(vars(output), drafts=drafts, report=report, counts=counts or {}, judged=judged)
         return made
 
 
@@ -110,6 +113,12 @@ def step_of(scheduler_output: SchedulerOutput) -> int:
 def wanted_of(scheduler_output: SchedulerOutput) -> dict[str, WantedRows] | None:
     """What the step computes of marked requests; None: none are there."""
     return getattr(scheduler_output, _WANTED, None)
+
+
+def judged_of(scheduler_output: SchedulerOutput) -> tuple[int, bool] | None:
+    """Number of a head whose probation is over, and whether it stays: the first rank found it, and all switch before
+    this step; None: there is none."""
+    return getattr(scheduler_output, _JUDGED, None)
 
 
 def is_signalled(scheduler_output: SchedulerOutput) -> bool:
@@ -158,6 +167,7 @@ class SchedulerMixin(_Base):
         self._step = 0
         """Steps scheduled so far that compute anything: the clock that all pauses go by."""
         self._counts: dict[str, int] | None = None
+        self._judged: tuple[int, bool] | None = None
         self._is_signalled = False
         self.prefill_tokens = config.train.prefill_tokens
         # requests whose hidden states are wanted -> their marks; and those that made way, of which nobody was told yet
@@ -187,6 +197,9 @@ class SchedulerMixin(_Base):
             setattr(output, _WANTED, wanted_rows(self, output))
         setattr(output, _WAITING, len(self.waiting))
         setattr(output, _STEP, self._step)
+        if self._judged is not None:
+            setattr(output, _JUDGED, self._judged)
+            self._judged = None
         if self._is_signalled and output.total_num_scheduled_tokens:
             self._is_signalled = False
             setattr(output, _SIGNALLED, True)
@@ -201,6 +214,7 @@ class SchedulerMixin(_Base):
     ) -> dict[int, EngineCoreOutputs]:
         if isinstance(model_runner_output, SpecRolloutOutput):
             self._counts = model_runner_output.counts
+            self._judged = model_runner_output.judged or self._judged
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self.dropped:
             tell_dropped(self, outputs)

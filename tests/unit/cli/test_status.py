@@ -83,6 +83,18 @@ def test_a_server_whose_drafts_are_all_rejected_says_whose_and_how_far_a_drafter
     ]
 
 
+def test_which_head_drafts_is_said_once_one_was_loaded() -> None:
+    shown = Shown()
+    shown.decode(10, 30, 1.0, 2.0)
+    shown.set("head", 0)
+    shown.set("head_went_back", 0)
+    assert len(shown.says().splitlines()) == 1
+    shown.set("head_went_back", 1)
+    assert shown.says().splitlines()[1:] == ["  head            number 0 drafts; 1 times a new one was worse"]
+    shown.set("head", 3)
+    assert "number 3 drafts" in shown.says()
+
+
 def test_a_server_whose_steps_take_longer_than_plain_ones_is_not_paying() -> None:
     shown = Shown()
     shown.decode(10, 11, 2.0, 1.0)

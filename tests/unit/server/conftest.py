@@ -30,6 +30,9 @@ class FakeEngine:
         # rewards of each call
         self.reports: list[int] = []
         self.drafters: list[str] = []
+        # the load on its way, and how often somebody asked whether it is there
+        self.loading: Any = None
+        self.looks = 0
         self.given_up = ""
 
     async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
@@ -57,11 +60,25 @@ class FakeEngine:
         self.epoch = self.epoch + 1 if epoch is None else epoch
         return self.epoch
 
-    def spec_rollout_load_drafter(self, path: str, below: str) -> dict[str, Any]:
+    def spec_rollout_load_drafter(self, name: str, path: str, below: str) -> dict[str, Any]:
+        self.loading, self.looks = (name, path, below), 0
+        return {}
+
+    def spec_rollout_drafter_ready(self, name: str) -> dict[str, Any]:
+        """At the third look."""
+        (known, path, below), self.looks = self.loading, self.looks + 1
+        assert name == known
         if not path.startswith(below):
             return {"cause": f"`{path}` leads out", "hint": "give a path below", "is_forbidden": True}
         if not path.startswith("/drafters/heads/"):
             return {"cause": f"`{path}` holds no safetensors", "hint": "give a folder"}
+        return {"is_ready": self.looks > 2}
+
+    def spec_rollout_end_drafter(self, name: str, is_taken: bool) -> dict[str, Any]:
+        (known, path, _), self.loading = self.loading, None
+        assert name == known and (self.looks == 3) == is_taken
+        if not is_taken:
+            return {}
         self.drafters.append(path)
         return {"tensors": 12, "version": len(self.drafters)}
 

@@ -117,7 +117,12 @@ def test_weights_that_cannot_be_used_are_refused_with_the_way_out(make_app):
 def test_weights_from_elsewhere_are_forbidden(make_app):
     engine = FakeEngine(settings=WITH_MODEL)
     answer = TestClient(make_app(engine)).post("/spec_rollout/drafter", json={"path": "/heads/3"})
-    assert answer.status_code == 403 and answer.json()["error"]["type"] == "Forbidden" and not engine.drafters
+    assert (
+        answer.status_code == 403
+        and answer.json()["error"]["type"] == "Forbidden"
+        and not engine.drafters
+        and not engine.loading
+    )
     assert answer.json()["error"]["message"] == "`/heads/3` leads out\n\nhint: give a path below"
 
 
@@ -128,7 +133,7 @@ def test_a_server_that_names_no_folder_takes_no_weights(make_app, monkeypatch, n
         monkeypatch.setenv("SPECROLLOUT_DRAFTERS", named)
     engine = FakeEngine(settings=WITH_MODEL)
     answer = TestClient(make_app(engine)).post("/spec_rollout/drafter", json={"path": "/drafters/heads/3"})
-    assert answer.status_code == 403 and not engine.drafters
+    assert answer.status_code == 403 and not engine.drafters and not engine.loading
     assert answer.json()["error"]["message"] == (
         "this server takes no drafters over HTTP\n\n"
         "hint: start it with SPECROLLOUT_DRAFTERS=DIR; whatever lies below DIR may then be loaded"

@@ -203,6 +203,11 @@ def own_cores(config: SpecRolloutConfig, cores: set[int]) -> set[int]:
     return cores - theirs if config.is_decoupled and theirs & cores and bound in ("auto", "nobind") else set()
 
 
+def cores_of_process() -> set[int]:
+    """Those that any of its threads may use."""
+    return set().union(*(os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")))
+
+
 def use_cores(own: set[int]) -> None:
     """Move all threads of this process to these cores, and compute with as many."""
     for thread in os.listdir("/proc/self/task"):
@@ -223,8 +228,7 @@ def join(runner: Any) -> None:
     runner.spec_rollout.listeners.append(Learning(drafter, keep))
     if isinstance(runner.model_drafter, ModelDrafter) and runner.placed is not Mode.COUPLED:
         runner.model_drafter.is_resting = True
-        cores = set().union(*(os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")))
-        if runner.placed is Mode.DECOUPLED and (free := own_cores(config, cores)):
+        if runner.placed is Mode.DECOUPLED and (free := own_cores(config, cores_of_process())):
             use_cores(free)
     most_s, begin_s = config.decoupled.start_s, time.monotonic()
     while missing := [link for link in drafter.links.values() if not link.is_there]:

@@ -18,7 +18,17 @@ from vllm_specrollout.budgets.step_cost import Price
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.drafters.levels import CHOICES, Levels, Sharpness
 from vllm_specrollout.observe.guard import CONTAINED
-from vllm_specrollout.types import DraftLimits, DraftMode, IntArray, RequestBatch, TreeBatch, VerifyResult, empty_trees
+from vllm_specrollout.observe.heads import Heads
+from vllm_specrollout.types import (
+    DraftLimits,
+    DraftMode,
+    IntArray,
+    RequestBatch,
+    RequestView,
+    TreeBatch,
+    VerifyResult,
+    empty_trees,
+)
 from vllm_specrollout.worker.common import config_of
 from vllm_specrollout.worker.drafting import Drafting
 from vllm_specrollout.worker.models.proposing import (
@@ -119,6 +129,7 @@ def join(runner: Any, proposer: Proposer, noise: Chooses) -> ModelDrafter:
     """The drafter around the proposer that vLLM has loaded for this runner; it drafts from now on."""
     source = len(config_of(runner.vllm_config).drafters)
     drafter = ModelDrafter(proposer, noise, source, Ranks(runner, runner.drafting))
+    drafter.heads.weights_version = lambda: runner.weights_version.computed
     runner.spec_rollout.replace_drafters([*runner.spec_rollout.drafters, drafter])
     runner.metrics.bounded(drafter.name, drafter.most_tokens)
     return drafter
@@ -162,8 +173,7 @@ class ModelDrafter(BaseDrafter):
         self.sharpness, self.second_sharpness = Sharpness(), Sharpness()
         """Of the chain's tokens, and of the alternatives beside them."""
         self.acceptance = Acceptance()
-        self.version = 0
-        """How often its weights were swapped."""
+        self.heads = Heads(source)
         # request -> what the runner knows of it, for the step in progress
         self.seats: dict[str, Seat] = {}
         self.waiting = WaitingRows()
@@ -253,6 +263,7 @@ class ModelDrafter(BaseDrafter):
             self._learn(rows)
 
     def forget(self, request_id: str) -> None:
+        self.heads.forget(request_id)
         self._next.pop(request_id, None)
         self._trial.pop(request_id, None)
         self._prompts.discard(request_id)
@@ -303,14 +314,19 @@ class ModelDrafter(BaseDrafter):
         self._pass_price.spent(len(names), spent)
         return self._levels.trees(batch, limits, np.asarray(index), self.source)
 
-    def begin_anew(self) -> None:
-        """Its weights are others: what was learned of the old ones is forgotten."""
-        self.version += 1
-        self.sharpness, self.second_sharpness, self.acceptance = Sharpness(), Sharpness(), Acceptance()
+    def admit(self, view: RequestView) -> None:
+        self.heads.admit(view.request_id)
+
+    def renew(self) -> None:
+        """Its weights are others: what was learned of the old ones counts for little, and failures for nothing."""
+        self.acceptance.renew(self.source, self.num_sources)
+        self.sharpness.renew()
+        self.second_sharpness.renew()
         self._unsound, self._unmet, self._was_met = 0, 0, False
         self._trial.clear()
 
     def observe(self, trees: TreeBatch, result: VerifyResult) -> None:
+        self.heads.observe(trees, result)
         counts = self.acceptance.count(trees, result)
         verified, accepted = (int(own[self.source : self.source + self.num_sources].sum()) for own in counts)
         self._was_met |= accepted > 0

@@ -1,218 +1,43 @@
-"""Replacement of a drafting model's weights while requests run, from a checkpoint that may still be written."""
+"""Swap of a drafting model's weights while requests run: made ready beside the steps, exchanged between two of them.
+
+What belongs here: which weights may be taken, the model's second set of tensors, and which of both serves. A thread
+reads, checks, and has vLLM load into the second set. Between two steps both are exchanged, so the old weights are there
+as long as the new ones are on probation (observe/heads.py).
+"""
 
 from __future__ import annotations
 
 import contextlib
-import io
-import json
+import logging
 import math
 import os
-import stat
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import threading
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import set_current_vllm_config
+import vllm.config.vllm as vllm_configs
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
 
-from vllm_specrollout.errors import ConfigError, ForbiddenError, UnsupportedError, shown
+from vllm_specrollout.errors import ConfigError, SpecRolloutError, UnsupportedError, shown
 from vllm_specrollout.observe.guard import CONTAINED
+from vllm_specrollout.worker.models.checkpoint import Checkpoint, Stored, configuration, opened
+from vllm_specrollout.worker.models.decoupled import cores_of_process
 from vllm_specrollout.worker.models.proposing import path_of
+from vllm_specrollout.worker.packed_weights import pack_tied_head
 
+logger = logging.getLogger("vllm.specrollout")
+
+Place = tuple[Path, Path | None]
+"""Where weights are, and the folder out of which nothing is read, links followed; None: they may lie anywhere."""
+NICE = 10
+"""Priority of the thread that makes weights ready, below that of the steps."""
+_NOTHING = object()
 FLOATING = ("F32", "F16", "BF16")
 """Dtypes of weights, as safetensors names them."""
-MOST_HEADER = 4 << 20
-"""Bytes that name a file's tensors: some 30,000 of them."""
-MOST_CONFIG = 1 << 20
-_DTYPES = {
-    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
-    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool, "U8": torch.uint8},
-    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
-}
-_HINT = "give a whole checkpoint in safetensors; write it aside, then rename it"
-
-
-class _OpenFile:
-    """A regular file, opened once; a context manager.
-
-    Raises:
-        OSError: it cannot be opened, or is no regular file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.name = path.name
-        # whoever opens a FIFO waits for its writer, and this thread is the engine's only one
-        try:
-            self._file = io.FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
-        except ValueError as error:
-            raise OSError(str(error)) from None  # a zero byte in the path
-        about = os.fstat(self._file.fileno())
-        if not stat.S_ISREG(about.st_mode):
-            self._file.close()
-            raise OSError(f"`{self.name}` is no regular file")
-        self.size, self._time = about.st_size, about.st_mtime_ns
-
-    def __enter__(self) -> _OpenFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def read(self, begin: int, num_bytes: int) -> torch.Tensor:
-        """[num_bytes] uint8, a copy."""
-        found = torch.empty(num_bytes, dtype=torch.uint8)
-        rest = memoryview(found.numpy())
-        self._file.seek(begin)
-        while rest:
-            count = self._file.readinto(rest)
-            if not count:
-                raise OSError(f"`{self.name}` ended early: it had {self.size} bytes")
-            rest = rest[count:]
-        return found
-
-    def parse(self, begin: int, num_bytes: int, most: int) -> dict[str, Any]:
-        """A JSON object of at most so many bytes."""
-        if num_bytes > min(most, self.size - begin):
-            raise OSError(f"`{self.name}` has {self.size} bytes, and JSON of {num_bytes} in it; the limit is {most}")
-        try:
-            found = json.loads(self.read(begin, num_bytes).numpy().tobytes())
-        except (ValueError, RecursionError) as error:
-            raise OSError(f"`{self.name}` is not JSON that can be read: {error}") from None
-        if not isinstance(found, dict):
-            raise OSError(f"`{self.name}` holds a {type(found).__name__}, not an object")
-        return found
-
-    def check_unchanged(self) -> None:
-        about = os.fstat(self._file.fileno())
-        if (about.st_size, about.st_mtime_ns) != (self.size, self._time):
-            raise OSError(f"`{self.name}` was written meanwhile; it had {self.size} bytes, now {about.st_size}")
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor in a file."""
-
-    file: _OpenFile
-    dtype: str
-    """As safetensors names it."""
-    shape: tuple[int, ...]
-    begin: int
-    """Of its bytes in the file."""
-    num_bytes: int
-
-    def read(self) -> torch.Tensor:
-        if self.dtype not in _DTYPES:
-            raise OSError(f"`{self.file.name}` holds a tensor of dtype {shown(self.dtype)}, which nothing here reads")
-        return self.file.read(self.begin, self.num_bytes).view(_DTYPES[self.dtype]).reshape(self.shape)
-
-
-class Checkpoint:
-    """The tensors of open files; of several with one name, the last file's."""
-
-    def __init__(self, path: Path, files: list[_OpenFile]) -> None:
-        self._path, self._files = path, files
-        self.stored = {name: one for file in files for name, one in _tensors(file)}
-
-    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Those tensors, in memory of our own, in the shapes and dtypes of `stored`.
-
-        Raises:
-            ConfigError: a file cannot be read, or was written to since it was opened.
-        """
-        with _told(self._path):
-            found = {name: self.stored[name].read() for name in names}
-            for file in self._files:
-                file.check_unchanged()
-        return found
-
-
-@contextlib.contextmanager
-def opened(path: Path, below: Path | None = None) -> Iterator[Checkpoint]:
-    """A folder of safetensors files, or one such file. Nothing but names and shapes is read yet.
-
-    Args:
-        below: the folder in which all files must lie, links followed; None: anywhere.
-
-    Raises:
-        ConfigError: it cannot be read.
-        ForbiddenError: it leads out of `below`.
-    """
-    with contextlib.ExitStack() as stack:
-        with _told(path):
-            files = [stack.enter_context(_OpenFile(file)) for file in _files(path, below)]
-            found = Checkpoint(path, files)
-        yield found
-
-
-def configuration(path: Path, below: Path | None = None) -> dict[str, Any] | None:
-    """What config.json in a folder says; None: there is none. Arguments and errors are those of `opened`."""
-    with _told(path):
-        try:
-            with _OpenFile(_located(path / "config.json", below, path)) as file:
-                found = file.parse(0, file.size, MOST_CONFIG)
-                file.check_unchanged()
-                return found
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-
-
-def _files(path: Path, below: Path | None) -> list[Path]:
-    place = _located(path, below, path)
-    try:
-        files = [place] if place.is_file() else sorted(place.glob("*.safetensors"))
-    except ValueError as error:
-        raise OSError(str(error)) from None
-    if not files:
-        raise ConfigError(
-            f"`{path}` holds no safetensors", "give a folder that `specrollout train-head` wrote, or a file"
-        )
-    return [_located(file, below, path) for file in files]
-
-
-def _located(file: Path, below: Path | None, path: Path) -> Path:
-    """Where a file of `path` is. What lies outside is refused alike, whatever it is and whether it is there."""
-    if below is None:
-        return file
-    with contextlib.suppress(OSError, RuntimeError, ValueError):
-        root = below.resolve()
-        place = (root / file).resolve()
-        if place.is_relative_to(root):
-            return place
-    raise ForbiddenError(
-        f"`{path}` leads out of the folder that this server takes drafters from",
-        "give a path below that folder, without links that lead out",
-    )
-
-
-def _tensors(file: _OpenFile) -> Iterator[tuple[str, Stored]]:
-    """Eight bytes say how long the JSON after them is; it says which of the bytes behind it are whose."""
-    length = int.from_bytes(file.read(0, min(8, file.size)).numpy().tobytes(), "little")
-    for name, about in file.parse(8, length, MOST_HEADER).items():
-        if name == "__metadata__":
-            continue
-        match about:
-            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]}:
-                is_whole = all(isinstance(n, int) and n >= 0 for n in shape)
-            case _:
-                is_whole = False
-        if not is_whole or not 0 <= begin <= end <= file.size - 8 - length:
-            raise OSError(f"`{file.name}` has {file.size} bytes, and `{name}` in it is no tensor of them")
-        if dtype in _DTYPES and math.prod(shape) * _DTYPES[dtype].itemsize != end - begin:
-            raise OSError(f"`{file.name}` gives `{name}` {end - begin} bytes, not those of its shape")
-        yield name, Stored(file, dtype, tuple(shape), 8 + length + begin, end - begin)
-
-
-@contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        # its own text may name the place behind a link
-        raise ConfigError(f"`{path}` cannot be read: {error.strerror or error}", _HINT) from None
-
-
 _OF_TRAINING = ("t2d", "verifier_norm", "verifier_lm_head")
 """Tensors of a checkpoint that vLLM leaves unread."""
 _FREE = (
@@ -231,50 +56,326 @@ _MAP = "d2t"
 """Buffer of what must be added to a token of a smaller vocabulary to have the target's."""
 
 
-def swap(runner: Any, path: Path, below: Path | None = None, *, is_new: bool = True) -> dict[str, Any]:
-    """Load other weights of the same shape into the model that drafts.
+class Twin:
+    """A second set of a drafting model's own tensors, and of what vLLM makes of weights beside them.
 
     Args:
-        runner: our V1 runner, between two steps.
-        path: a folder with config.json and safetensors, as the drafter was started with; or one safetensors file.
-        below: the folder out of which nothing is read, links followed; a `path` that is not absolute lies in it.
+        model: its modules are copied without their tensors' contents being shared; those of the target are left out, as
+            vLLM's reloading empties every module that it walks over.
+        shared: the target's modules among them.
+    """
+
+    def __init__(self, model: torch.nn.Module, shared: Mapping[str, torch.nn.Module]) -> None:
+        self._shared = {id(module) for module in shared.values()}
+        # by their identity: one that has two owners is copied once
+        self._copies: dict[int, Any] = {}
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # modules and what they compute with; their attributes that are others, once weights were loaded
+        self._parts: list[tuple[Any, Any]] = []
+        self._changed: list[list[str]] = []
+        self._model = self._module(model)
+
+    @torch.no_grad()
+    def load(self, weights: Iterator[tuple[str, torch.Tensor]], config: Any) -> None:
+        """Have vLLM load these into it, as into a model that runs.
+
+        Args:
+            config: vLLM's `ModelConfig` of the model.
+        """
+        initialize_layerwise_reload(self._model)
+        before = [dict(vars(copy)) for _, copy in self._parts]
+        self._model.load_weights(weights)
+        finalize_layerwise_reload(self._model, config)
+        pack_tied_head(self._model)
+        for (_, copy), was in zip(self._parts, before, strict=True):
+            now = vars(copy)
+            names = (name for name in now.keys() | was.keys() if now.get(name, _NOTHING) is not was.get(name, _NOTHING))
+            self._changed.append(sorted(names))
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """The model has these tensors from now on, and the twin those that the model had. Called between two steps."""
+        for own, other in self._tensors:
+            if own.device.type == "cpu":
+                own.data, other.data = other.data, own.data
+            else:
+                # graphs have its address; on the stream that the steps are on
+                before = own.clone()
+                own.copy_(other)
+                other.copy_(before)
+                other.record_stream(torch.cuda.current_stream())
+        for (part, copy), names in zip(self._parts, self._changed, strict=True):
+            for name in names:
+                mine, theirs = (vars(one).pop(name, _NOTHING) for one in (part, copy))
+                vars(part).update({} if theirs is _NOTHING else {name: theirs})
+                vars(copy).update({} if mine is _NOTHING else {name: mine})
+
+    def _module(self, module: torch.nn.Module) -> torch.nn.Module:
+        if (known := self._copies.get(id(module))) is not None:
+            return known
+        copy = self._copies[id(module)] = self._part(module)
+        own = vars(copy)
+        for kind in ("_parameters", "_buffers"):
+            own[kind] = {name: one if one is None else self._tensor(one) for name, one in own[kind].items()}
+        own["_non_persistent_buffers_set"] = set(own["_non_persistent_buffers_set"])
+        # a loader of weights may leave something in them
+        for name in ("quant_method", "impl"):
+            if hasattr(own.get(name), "__dict__"):
+                own[name] = self._part(own[name])
+        info, there = get_layerwise_info(copy), get_layerwise_info(module)
+        # vLLM leaves its loaders in them
+        params, buffers = ({name: to_meta_tensor(one) for name, one in kind.items()} for kind in there.restore_metadata)
+        info.restore_metadata, info.restore_device = (params, buffers), there.restore_device
+        children = own["_modules"].items()
+        own["_modules"] = {
+            name: one if one is None else self._module(one) for name, one in children if id(one) not in self._shared
+        }
+        return copy
+
+    def _part(self, part: Any) -> Any:
+        copy = object.__new__(type(part))
+        vars(copy).update(vars(part))
+        self._parts.append((part, copy))
+        return copy
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if (known := self._copies.get(id(tensor))) is not None:
+            return known
+        copy = self._copies[id(tensor)] = tensor.data.clone()
+        # with what loads its weights
+        copy.__class__, copy.__dict__ = tensor.__class__, dict(tensor.__dict__)
+        self._tensors.append((tensor, copy))
+        return copy
+
+
+class HeadLoad:
+    """Weights on their way from a place into a twin, on a thread of its own.
+
+    Args:
+        runner: our V1 or V2 runner.
         is_new: False: the drafter had these before; whether they can draft is not asked again.
+    """
 
-    Returns:
-        "tensors": how many were read, and "version": how often weights were swapped.
+    def __init__(self, runner: Any, place: Place, *, is_new: bool = True) -> None:
+        self.drafter, self.place = runner.model_drafter, place
+        if self.drafter is None:
+            hint = "start it with a `speculative_config`; a failed one stays off"
+            raise ConfigError("no model drafts in this engine", hint)
+        self._target, self._is_new, self._device = runner.get_model(), is_new, runner.device
+        self.num_tensors = 0
+        self.error: SpecRolloutError | None = None
+        self.twin: Twin | None = None
+        """There once it is done, if nothing was wrong."""
+        self.thread = threading.Thread(target=self._run_aside, name="specrollout-swap", daemon=True)
 
-    Raises:
+    def _run_aside(self) -> None:
+        with _aside(self._device):
+            self.run()
+
+    def run(self) -> None:
+        try:
+            with _configured(self.drafter.of_vllm.vllm_config):
+                self.twin = self._made()
+        except SpecRolloutError as error:
+            self.error = error
+        except CONTAINED as error:
+            cause = f"`{self.place[0]}` could not be loaded: {type(error).__name__}: {error}"
+            self.error = ConfigError(cause, "the drafter goes on with its own weights; the engine's log says more")
+            logger.warning("Spec rollout: %s", cause, exc_info=True)
+
+    def _made(self) -> Twin:
+        proposer, (path, below) = self.drafter.of_vllm, self.place
+        shared = _shared_modules(proposer.model, self._target)
+        weights = _read(path_of(proposer), path, below, shared, self._is_new)
+        if self._is_new:
+            _check_drafts(weights, path, proposer.vllm_config.model_config.get_vocab_size())
+        self.num_tensors = len(weights)
+        twin = Twin(proposer.model, shared)
+        # each leaves memory once it is in its layer
+        each = ((name, weights.pop(name)) for name in list(weights))
+        twin.load(each, proposer.vllm_config.speculative_config.draft_model_config)
+        return twin
+
+
+class Swapper:
+    """Which weights the drafter of a runner has, which are on their way, and which may come back.
+
+    On several ranks each has one. Calls come between two steps, in one order on all of them.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        # where the weights that serve came from; None: as the engine was started
+        self._place: Place | None = None
+        self._load: tuple[str, HeadLoad] | None = None
+        # what serves again if the head on probation is worse, and whence
+        self._before: tuple[Twin, Place | None] | None = None
+
+    def begin(self, name: str, path: Path, below: Path | None = None) -> None:
+        """Make weights ready: a folder with config.json and safetensors, or one such file.
+
+        Args:
+            name: by which it is asked for; whatever was being made ready before is dropped.
+            below: as in `Place`; a `path` that is not absolute lies in it.
+
+        Raises:
+            ConfigError: no model drafts.
+        """
+        self._load = None
+        load = HeadLoad(self._runner, (path, below))
+        self._load = name, load
+        load.thread.start()
+
+    def is_ready(self, name: str) -> bool:
+        """Raises:
         ConfigError, UnsupportedError: the weights cannot be used; the drafter goes on with its own.
         ForbiddenError: they lie outside of `below`; likewise.
-    """
-    drafter = runner.model_drafter
-    if drafter is None:
-        raise ConfigError(
-            "no model drafts in this engine", "start it with a `speculative_config`; a failed one stays off"
-        )
-    proposer = drafter.of_vllm
-    config = proposer.vllm_config.speculative_config.draft_model_config
-    shared = _shared_modules(proposer.model, runner.get_model())
-    kept = _read(path_of(proposer), path, below, shared, is_new)
-    if is_new:
-        _check_drafts(kept, path, proposer.vllm_config.model_config.get_vocab_size())
+        """
+        load = self._named(name)
+        if load.thread.is_alive():
+            return False
+        if load.error is not None:
+            raise load.error
+        return True
+
+    def end(self, name: str, *, is_taken: bool) -> dict[str, int]:
+        """What was made ready serves from now on, or is dropped.
+
+        Returns:
+            "tensors": how many were read, and "version": the number of the head that serves.
+
+        Raises:
+            as `is_ready`.
+        """
+        load, drafter = self._named(name), self._runner.model_drafter
+        if is_taken:
+            self.is_ready(name)
+        self._load = None
+        if not is_taken:
+            return {}
+        if load.drafter is not drafter or load.twin is None:
+            raise ConfigError("no model drafts in this engine any more", "see its log, and start it anew")
+        self._exchange(load.twin)
+        # where each rank has a scheduler of its own, none could tell the others that it goes back
+        is_judged = not self._runner.drafting.is_apart
+        drafter.heads.load(is_judged=is_judged)
+        self._before = (load.twin, self._place) if is_judged else None
+        self._place = load.place
+        self._renew()
+        return {"tensors": load.num_tensors, "version": drafter.heads.number}
+
+    def again(self) -> None:
+        """The weights were lost while the engine slept: they come from where they came from.
+
+        Raises:
+            as `is_ready`.
+        """
+        own = self._runner.model_drafter
+        load = HeadLoad(self._runner, self._place or (path_of(own.of_vllm), None), is_new=False)
+        load.run()
+        if load.twin is None:
+            raise load.error or ConfigError("the drafter's weights are lost", "start the engine anew")
+        self._exchange(load.twin)
+
+    @property
+    def verdict(self) -> tuple[int, bool] | None:
+        """What the scheduler is to tell all ranks, as `Heads.verdict`."""
+        drafter = self._runner.model_drafter
+        return None if drafter is None else drafter.heads.verdict
+
+    def begin_step(self, judged: tuple[int, bool] | None) -> None:
+        """A step begins.
+
+        Args:
+            judged: as `judged_of`.
+        """
+        drafter = self._runner.model_drafter
+        if judged is None or drafter is None or self._before is None or drafter.heads.number != judged[0]:
+            return  # others may have been loaded meanwhile
+        (twin, place), self._before, told = self._before, None, drafter.heads.as_dict()
+        drafter.heads.judged(stays=judged[1])
+        if judged[1]:
+            return
+        try:
+            self._exchange(twin)
+        except ConfigError:
+            return  # it is off, and somebody was told
+        self._place = place
+        self._renew()
+        if told["match_rate"] is not None:  # by the rank that judged
+            logger.warning(
+                "Spec rollout: head %d is worse than head %d, and goes: its first choices were met %.3f of the time,"
+                " and before %.3f",
+                *(told["number"], told["parent"], told["match_rate"], told["match_rate_before"]),
+            )  # fmt: skip
+
+    def rest(self) -> None:
+        """The engine sleeps: nothing but the weights that serve takes memory."""
+        self._load = self._before = None
+        if self._runner.model_drafter is not None:
+            self._runner.model_drafter.heads.judged(stays=True)
+
+    def _named(self, name: str) -> HeadLoad:
+        if self._load is None or self._load[0] != name:
+            raise ConfigError(
+                "these weights were dropped: others were loaded meanwhile, or the engine slept", "load them once more"
+            )
+        return self._load[1]
+
+    def _exchange(self, twin: Twin) -> None:
+        runner = self._runner
+        try:
+            twin.exchange()
+        except CONTAINED as error:
+            # half old and half new is worse than none
+            drafter, runner.model_drafter, self._before = runner.model_drafter, None, None
+            runner.spec_rollout.drop(drafter, error)
+            cause = f"weights could not be exchanged: {error}"
+            raise ConfigError(cause, "the drafter is off; start the engine anew") from error
+
+    def _renew(self) -> None:
+        """What is known of the weights before holds for those that serve, but for little."""
+        runner, drafter = self._runner, self._runner.model_drafter
+        drafter.renew()
+        runner.spec_rollout.renewed(drafter)
+        runner.spec_rollout.worth.renew(drafter.name)
+        runner.spec_rollout.budget.renewed(drafter.source, drafter.num_sources)
+        runner.metrics.head(drafter.heads.number, drafter.heads.parent, drafter.heads.went_back)
+
+
+@contextlib.contextmanager
+def _aside(device: torch.device) -> Iterator[None]:
+    """This thread takes what steps leave: at low priority, one core of any, and a stream of its own."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        os.sched_setaffinity(0, cores_of_process())  # vLLM binds the thread that began this one to its own
+    # of this thread, and of those that begin meanwhile
+    count = torch.get_num_threads()
+    torch._C.set_num_threads(1)
     try:
-        with set_current_vllm_config(proposer.vllm_config), _without(proposer.model, shared), torch.no_grad():
-            initialize_layerwise_reload(proposer.model)
-            proposer.model.load_weights(iter(kept.items()))
-            finalize_layerwise_reload(proposer.model, config)
-    except CONTAINED as error:
-        # half old and half new is worse than none
-        runner.model_drafter = None
-        runner.spec_rollout.drop(drafter, error)
-        raise ConfigError(
-            f"`{path}` could not be loaded: {error}", "the drafter is off; start the engine anew"
-        ) from error
-    drafter.begin_anew()
-    runner.spec_rollout.renewed(drafter)
-    runner.spec_rollout.worth.drop(drafter.name)
-    runner.spec_rollout.budget.renewed(drafter.source, drafter.num_sources)
-    return {"tensors": len(kept), "version": drafter.version}
+        with contextlib.ExitStack() as stack:
+            if device.type == "cuda":
+                stack.enter_context(torch.cuda.device(device))
+                stream = torch.cuda.Stream()
+                stack.callback(stream.synchronize)
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
+    finally:
+        torch._C.set_num_threads(count)
+
+
+@contextlib.contextmanager
+def _configured(config: Any) -> Iterator[None]:
+    """vLLM's current configuration is this, unless one is set. It is one for all threads: what the engine's own sets
+    meanwhile stays."""
+    is_ours = vllm_configs._current_vllm_config is None
+    if is_ours:
+        vllm_configs._current_vllm_config = config
+    try:
+        yield
+    finally:
+        if is_ours and vllm_configs._current_vllm_config is config:
+            vllm_configs._current_vllm_config = None
 
 
 def _read(
@@ -396,17 +497,3 @@ def _check_shared(module: torch.nn.Module, checkpoint: Checkpoint, path: Path) -
         f"`{path}` brings an output head, and the drafter that runs shares its target's",
         "start the engine anew with it; from then on, others can be swapped in",
     )
-
-
-@contextlib.contextmanager
-def _without(model: Any, shared: Mapping[str, torch.nn.Module]) -> Iterator[None]:
-    """The model as if it had no part of the target, so that reloading cannot touch that."""
-    own = {id(module) for module in shared.values()}
-    places = [(owner, name, one) for owner in model.modules() for name, one in owner.named_children() if id(one) in own]
-    for owner, name, _ in places:
-        del owner._modules[name]
-    try:
-        yield
-    finally:
-        for owner, name, one in places:
-            owner._modules[name] = one

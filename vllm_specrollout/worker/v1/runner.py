@@ -37,8 +37,9 @@ from vllm_specrollout.worker.hidden import Tap, WantedRows
 from vllm_specrollout.worker.models import decoupled
 from vllm_specrollout.worker.models.decoupled import sampling_on_v1
 from vllm_specrollout.worker.models.drafter import ModelDrafter, tell
+from vllm_specrollout.worker.models.swapping import Swapper
 from vllm_specrollout.worker.request import RequestBook, RequestEntry
-from vllm_specrollout.worker.scheduler import SpecRolloutOutput, endings_of, step_of, waiting_of, wanted_of
+from vllm_specrollout.worker.scheduler import SpecRolloutOutput, endings_of, judged_of, step_of, waiting_of, wanted_of
 from vllm_specrollout.worker.speculate import announce, make_speculator
 from vllm_specrollout.worker.v1.proposer import feed, model_drafter_of, plain_processors
 from vllm_specrollout.worker.v1.sampler import (
@@ -91,6 +92,8 @@ class SpecRolloutV1(_Base):
     tap: Tap | None = None
     # called before a step that computes; None: nobody has memory to give back
     before_step: Callable[[], object] | None = None
+    # other weights for the model that drafts; None: there were none so far
+    swapper: Swapper | None = None
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -188,6 +191,8 @@ class SpecRolloutV1(_Base):
                 entry = self.book.get(self.requests[new.req_id])
                 self.spec_rollout.finish(entry.part_ended(self.weights_version.computed))
         begin_step(self.weights_version, scheduler_output)
+        if self.swapper is not None:
+            self.swapper.begin_step(judged_of(scheduler_output))
         output = super().execute_model(scheduler_output, *args, **kwargs)
         if not scheduler_output.total_num_scheduled_tokens and (counts := self.metrics.take()):
             return SpecRolloutOutput.carrying(output, counts=counts)  # the engine falls idle
@@ -325,8 +330,9 @@ class SpecRolloutV1(_Base):
                 tell(self, lambda drafter: drafter.flush_if_due())
             counts = self.metrics.take_if_due()
             tokens = DraftTokenIds(*drafted_tokens(self._planned)) if self._planned.num_nodes else None
-            if counts or tokens is not None:
-                output = SpecRolloutOutput.carrying(output, tokens, counts=counts)
+            judged = None if self.swapper is None else self.swapper.verdict
+            if counts or tokens is not None or judged is not None:
+                output = SpecRolloutOutput.carrying(output, tokens, counts=counts, judged=judged)
         self._timing = self._account(output, draft_ms)
         return output
 

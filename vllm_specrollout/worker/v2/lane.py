@@ -197,7 +197,9 @@ class Lane(SpecRolloutV2):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         if self._levels:
-            self.model_drafter = DeviceModel(self.speculator, self.model, self._levels, self.sources[2])
+            own = self.speculator, self.model, self._levels, self.sources[2], self._acceptance
+            self.model_drafter = DeviceModel(*own)
+            self.model_drafter.heads.weights_version = lambda: self.weights_version.computed
             if not self.drafts.looks_up:
                 self.model_drafter.latest = self._late.latest
 

@@ -17,9 +17,11 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
+from vllm_specrollout.budgets.goodput import Acceptance
 from vllm_specrollout.drafters.levels import CHOICES
 from vllm_specrollout.drafters.looked_up import LateDrafts
-from vllm_specrollout.types import TreeBatch, VerifyResult
+from vllm_specrollout.observe.heads import Heads
+from vllm_specrollout.types import RequestView, TreeBatch, VerifyResult
 from vllm_specrollout.worker.models.proposing import most_tokens, without_adapters
 
 TRIED_EVERY = 8
@@ -37,18 +39,18 @@ class DeviceModel(LateDrafts):
         target: the engine's model.
         levels: most tokens of a draft.
         source: index of the drafter.
+        acceptance: of all drafts of the engine.
     """
 
     name = "model"
     num_sources = 2
     is_in_step = True
 
-    def __init__(self, of_vllm: Any, target: torch.nn.Module, levels: int, source: int) -> None:
+    def __init__(self, of_vllm: Any, target: torch.nn.Module, levels: int, source: int, acceptance: Acceptance) -> None:
         super().__init__()
-        self.of_vllm, self.source = of_vllm, source
+        self.of_vllm, self.source, self.acceptance = of_vllm, source, acceptance
         self.most_tokens = most_tokens(of_vllm, levels)
-        self.version = 0
-        """How often its weights were swapped."""
+        self.heads = Heads(source)
         self._arms: dict[str, int] = {}
         self._count = 0
         # [2, choices] nodes accepted, and nodes whose parents were
@@ -98,7 +100,11 @@ class DeviceModel(LateDrafts):
         where = torch.tensor(rows, dtype=torch.int64)
         self._sharpness[where.to(self._sharpness.device)] = own.to(self._sharpness.device)
 
+    def admit(self, view: RequestView) -> None:
+        self.heads.admit(view.request_id)
+
     def observe(self, trees: TreeBatch, result: VerifyResult) -> None:
+        self.heads.observe(trees, result)
         mine = np.flatnonzero(trees.sizes)
         mine = mine[trees.source[trees.node_start[mine]] == self.source]
         for i, size, accepted in zip(mine, trees.sizes[mine], result.num_accepted[mine], strict=True):
@@ -109,9 +115,10 @@ class DeviceModel(LateDrafts):
                 self._seen[:, arm] += accepted, reached
 
     def forget(self, request_id: str) -> None:
+        self.heads.forget(request_id)
         self._arms.pop(request_id, None)
 
-    def begin_anew(self) -> None:
-        """Its weights are others: what was learned of the old ones is forgotten."""
-        self.version += 1
-        self._seen[:] = 0.0
+    def renew(self) -> None:
+        """Its weights are others: what was learned of the old ones counts for little."""
+        self.acceptance.renew(self.source, self.num_sources)
+        self._seen *= _PRIOR / np.maximum(self._seen[1], _PRIOR)

@@ -27,8 +27,17 @@ from vllm_specrollout.worker.arriving import is_unseeded, resumed_of, signed
 from vllm_specrollout.worker.common import Stats, config_of
 from vllm_specrollout.worker.drafting import Drafting, begin_step
 from vllm_specrollout.worker.hidden import Tap
+from vllm_specrollout.worker.models.swapping import Swapper
 from vllm_specrollout.worker.request import Desk
-from vllm_specrollout.worker.scheduler import DraftReport, SpecRolloutOutput, endings_of, step_of, waiting_of, wanted_of
+from vllm_specrollout.worker.scheduler import (
+    DraftReport,
+    SpecRolloutOutput,
+    endings_of,
+    judged_of,
+    step_of,
+    waiting_of,
+    wanted_of,
+)
 from vllm_specrollout.worker.speculate import announce, make_speculator
 from vllm_specrollout.worker.v2.attention import install_tree_attention
 from vllm_specrollout.worker.v2.commit import RoutedExperts, SlotMover
@@ -62,6 +71,8 @@ class SpecRolloutV2(_Base):
     tap: Tap | None = None
     # called before a step that computes; None: nobody has memory to give back
     before_step: Callable[[], object] | None = None
+    # other weights for the model that drafts; None: there were none so far
+    swapper: Swapper | None = None
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -163,6 +174,8 @@ class SpecRolloutV2(_Base):
         step.preempted = (scheduler_output.preempted_req_ids or set()) - scheduler_output.finished_req_ids
         step.wanted = wanted_of(scheduler_output)
         self.inputs.clear()
+        if self.swapper is not None:
+            self.swapper.begin_step(judged_of(scheduler_output))
         for req_id, (num_tokens, status) in endings_of(scheduler_output).items():
             self.host.end(req_id, num_tokens, status)
         with ExitStack() as self._during:
@@ -247,11 +260,13 @@ class SpecRolloutV2(_Base):
         self._learn()
         self._remember(output, batch)
         report, counts = self._report(output), self.metrics.take_if_due()
-        news = (report.asks_at, report.limits, report.most)
+        judged = None if self.swapper is None else self.swapper.verdict
+        news = (report.asks_at, report.limits, report.most, judged)
         if news != self._told or self.step.has_drafts or counts:
             # in a pause there is nothing new
             self._told = news
-            output.model_runner_output = SpecRolloutOutput.carrying(output.model_runner_output, None, report, counts)
+            own = output.model_runner_output
+            output.model_runner_output = SpecRolloutOutput.carrying(own, None, report, counts, judged)
         return output
 
     def _remember(self, output: Any, batch: InputBatch) -> None:
