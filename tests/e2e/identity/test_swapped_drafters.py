@@ -29,6 +29,7 @@ OWN = {"drafters": [], "budget": "fixed", "max_draft_tokens": 8, "max_depth": 4}
 PROMPTS = [{"prompt_token_ids": [7 + i, 30, 31 + i]} for i in range(6)]
 PARAMS = [SamplingParams(temperature=i % 3 / 2, seed=i, max_tokens=60, ignore_eos=True) for i in range(6)]
 _FILE = "model.safetensors"
+BAD = 1e-3  # so small matrices are no zeros, and draft as badly
 
 
 def plain_tokens(target: str) -> list[list[int]]:
@@ -78,7 +79,7 @@ def test_swaps_between_all_steps_change_no_token(models: Path, tmp_path: Path, m
 
 def test_a_swapped_drafter_drafts_with_its_new_weights(models: Path, tmp_path: Path) -> None:
     target = model(models, "llama", "float32")
-    useless = copied(target, tmp_path / "useless", lambda weight: torch.zeros_like(weight))
+    useless = copied(target, tmp_path / "useless", lambda weight: weight.flip(0) * BAD)
     params = [SamplingParams(temperature=0, max_tokens=26, ignore_eos=True)]
     with started(target, "draft_model", useless) as ours:
         found = []
@@ -235,9 +236,6 @@ def test_an_engine_without_a_model_that_drafts_refuses(models: Path) -> None:
         pytest.raises(UnsupportedError, match="no model drafts in this engine"),
     ):
         vllm_specrollout.load_drafter(ours.llm, target)
-
-
-BAD = 1e-3  # so small matrices are no zeros, and draft as badly
 
 
 def test_a_head_that_drafts_badly_goes_back_amid_requests_and_the_tokens_are_stocks(
