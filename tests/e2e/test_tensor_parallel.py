@@ -16,12 +16,13 @@ from tests import warm
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
-import gc, json, sys
+import gc, json, os, sys
 from collections import Counter
 from prometheus_client import REGISTRY
 from vllm import LLM, SamplingParams
 
 from tests.e2e.pausing import Always
+from vllm_specrollout import load_drafter
 
 class Raises(Always):
     name = "raises"
@@ -52,6 +53,11 @@ def make_the_model_fail_on_the_first_rank(worker):
 def has_a_model(worker):
     return worker.model_runner.model_drafter is not None
 
+def head(worker):
+    runner = worker.model_runner
+    heads = runner.model_drafter.heads
+    return [heads.number, heads.went_back, runner.swapper._before is None]
+
 def answer(model, spec_rollout):
     llm = LLM(model, dtype="float32", tensor_parallel_size=2, enforce_eager=True, max_model_len=256, max_num_seqs=8,
               disable_log_stats=False, additional_config={"spec_rollout": spec_rollout})
@@ -66,6 +72,13 @@ def answer(model, spec_rollout):
     result = {"counted": counted, "tokens": [list(o.outputs[0].token_ids) for o in out],
               "drafted": [s.get("drafted", 0) for s in stats], "accepted": [s.get("accepted", 0) for s in stats]}
     if spec_rollout and spec_rollout.get("speculative_config"):
+        bad = spec_rollout["speculative_config"]["model"] + "-bad"
+        if os.path.isdir(bad):
+            result["loaded"] = load_drafter(llm, bad), llm.collective_rpc(head)
+            llm.reset_prefix_cache()
+            out = llm.generate(prompts, params, use_tqdm=False)
+            result["tokens amid"] = [list(o.outputs[0].token_ids) for o in out]
+            result["judged"] = llm.collective_rpc(head)
         llm.collective_rpc(make_the_model_fail_on_the_first_rank)
         out = llm.generate(prompts, params, use_tqdm=False)
         result["tokens after"] = [list(o.outputs[0].token_ids) for o in out]
@@ -122,11 +135,12 @@ MODELS = ("eagle", "draft_model")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Of stock, of a host drafter and of each model that drafts."""
     from bench.policy.random_model import make_random_model
-    from tests.e2e.drafting_models import eagle_head, perturbed
+    from tests.e2e.drafting_models import copied, eagle_head, perturbed
 
     folder = tmp_path_factory.mktemp("ranks")
     # two heads for keys and values, one for each rank
     model = str(make_random_model(folder / "model", arch="llama", size="3M", dtype="float32"))
+    copied(model, folder / "draft-bad", lambda weight: weight.flip(0) * 1e-3)
     drafters = (eagle_head(model, folder / "head"), perturbed(model, folder / "draft", 0.1))
     given = [
         {"method": name, "model": path, "num_speculative_tokens": 3}
@@ -152,6 +166,14 @@ def test_two_ranks_verify_the_same_trees_and_yield_stocks_tokens_even_if_a_draft
     assert ours["given"] == [True, False]
     assert ours["tokens after"] == stock["tokens"]
     assert ours["failures"] == [{"drafter raises": 1}, {}]
+
+
+def test_two_ranks_have_a_new_head_at_one_step_and_go_back_together(answers: dict[str, dict[str, Any]]) -> None:
+    """The first rank judges; each has the head's part, and an old part to go back to."""
+    stock, ours = answers["stock"], answers["draft_model"]
+    assert ours["loaded"] == [1, [[1, 0, False]] * 2]
+    assert ours["tokens amid"] == stock["tokens"]
+    assert ours["judged"] == [[0, 1, True]] * 2
 
 
 @pytest.mark.parametrize("method", MODELS)

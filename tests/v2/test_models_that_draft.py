@@ -14,7 +14,7 @@ from vllm_specrollout.kernels.draft_choice.naive import MODELLED
 
 import bench
 import vllm_specrollout
-from tests.e2e.drafting_models import drafting_with, perturbed, with_own_layers
+from tests.e2e.drafting_models import copied, drafting_with, perturbed, with_own_layers
 from tests.e2e.identity.cases import Case, cases
 from tests.e2e.identity.check import VOCAB, check_identity
 from tests.e2e.identity.compare import run
@@ -148,6 +148,33 @@ def test_swaps_between_all_steps_change_no_token(models: Path, tmp_path: Path) -
         (stats,) = ours.llm.collective_rpc("spec_rollout_stats")
     assert [found[str(i)] for i in range(3)] == [list(out.outputs[0].token_ids) for out in plain]
     assert stats["accepted"] > 0
+
+
+@pytest.mark.nightly
+def test_a_worse_model_goes_back_between_two_steps_and_the_tokens_are_stocks(
+    models: Path, tmp_path: Path, ahead: None
+) -> None:
+    target = model(models, "llama", "float32")
+    own = settings("draft_model", target, tmp_path)
+    own["speculative_config"]["model"] = perturbed(target, tmp_path / "good", 0.0)
+    bad = copied(target, tmp_path / "bad", lambda weight: weight.flip(0) * 1e-3)
+    params = {"max_tokens": 20, "ignore_eos": True, "temperature": 0}
+    requests = [Case("greedy", str(i), [5 + i, 7, 9 + i], params) for i in range(8)]
+    with engine(target, "float32", is_ours=True, spec_rollout=own, **ENGINE) as ours:
+        heads = ours.runner.model_drafter.heads
+        rollouts = [run(ours.llm, requests, enabled=False), run(ours.llm, requests)]
+        assert vllm_specrollout.load_drafter(ours.llm, bad) == 1
+        ours.llm.reset_prefix_cache()
+        rollouts.append(run(ours.llm, requests))
+        ours.runner.settle()
+        assert (heads.number, heads.went_back, ours.runner.swapper._before) == (0, 1, None)
+        ours.llm.reset_prefix_cache()
+        ours.llm.collective_rpc("spec_rollout_stats", args=(True,))
+        rollouts.append(run(ours.llm, requests))
+        (stats,) = ours.llm.collective_rpc("spec_rollout_stats")
+    plain, *others = [[list(out.outputs[0].token_ids) for out in outputs] for outputs in rollouts]
+    assert others == [plain] * 3
+    assert stats["accepted"] > 0.7 * stats["drafted"]
 
 
 @pytest.mark.parametrize("limit", ["the user's", pytest.param("the model's own", marks=pytest.mark.nightly)])
