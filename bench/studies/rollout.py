@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from vllm_specrollout.bench.studies.formulas import Floats, Ints, StepLine, best_window
 from vllm_specrollout.bench.studies.group import Group, Guesses, Mode, Workload
 
-from vllm_specrollout.cluster.assignment import Worker, assign
+from vllm_specrollout.cluster.ladder import Worker, assign
 from vllm_specrollout.cluster.rates import decoupled_rate
 from vllm_specrollout.errors import ConfigError
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from vllm_specrollout.cluster.batch import Answer, BeginError, GroupError, Open
-from vllm_specrollout.cluster.ladder import Attach, Command, Copy, Engine, Move, Prices, Rules, decide
+from vllm_specrollout.cluster.ladder import Copy, Engine, Prices, Run, decide
 from vllm_specrollout.cluster.reports import Given, Part, Report, Wanted
 from vllm_specrollout.errors import SpecRolloutError
 from vllm_specrollout.scheduling.lengths import MOST_PROBLEMS, Lengths
@@ -60,6 +60,7 @@ class Driver:
     """
     Args:
         engines: their names.
+        ladder: `off`: no request is taken from an engine that runs it.
         patience_s: seconds without a word after which an engine is begun anew.
         clock: seconds, from any zero.
     """
@@ -68,7 +69,7 @@ class Driver:
         self,
         lines: Lines,
         engines: Sequence[str],
-        rules: Rules,
+        ladder: str = "off",
         patience_s: float = 120.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -83,7 +84,7 @@ class Driver:
         """Engine that was lost, or is behind -> why."""
         self.listener: Callable[[str, Report], None] = lambda engine, report: None
         """Told of each report before it is taken in."""
-        self.rules, self.patience_s = rules, patience_s
+        self.ladder, self.patience_s = ladder, patience_s
         self.lengths = Lengths()
         """Of answers, by their problems."""
         self.is_held = False
@@ -139,39 +140,35 @@ class Driver:
         if self.engines and all(one.version == BEHIND for one in self.engines.values()):
             self._fail(list(self.waiting), GroupError(f"no engine can follow: {self._behind()}", _FOLLOW))
         self._watch()
-        for command in self._decide():
-            self._follow(command)
+        for one in self._decide():
+            self._follow(one)
 
-    def _decide(self) -> list[Command]:
+    def _decide(self) -> list[Run]:
         waiting = [(request, self.open[request].problem) for request in self.waiting]
         forecasts: dict[str, float] = {}
         if self.lengths.num_known:
             for request, problem in waiting:
                 if problem not in forecasts:
                     forecasts[problem] = self._expected(self.open[request])
-        rules, version = self.rules, self.wanted.version
-        if rules.ladder == "attach":
-            rules = replace(rules, ladder="move")  # `Lending` does the rest, by what the engines themselves say
-        return decide(waiting, self.engines, version, self._homes, rules, self._prices, forecasts)
+        known = self.wanted.version, self._homes, self._prices, forecasts
+        return decide(waiting, self.engines, *known, moves=self.ladder != "off")
 
     def _expected(self, own: Open, tokens: int = 0) -> float:
         """Tokens that its answer is expected to have, which has so many now."""
         return self.lengths.expected_total(own.problem, tokens, own.most)
 
-    def _follow(self, command: Command) -> None:
-        if isinstance(command, Attach):
-            return
-        own = self.open[command.request]
-        if isinstance(command, Move):
+    def _follow(self, one: Run) -> None:
+        own = self.open[one.request]
+        if one.source:
             self.counts["moved"] += 1
             self._stop(own)
-        self.waiting.pop(command.request, None)
+        self.waiting.pop(one.request, None)
         # of as many problems as lengths are known of; the oldest is forgotten
         self._homes.pop(own.problem, None)
-        self._homes[own.problem] = command.engine
+        self._homes[own.problem] = one.engine
         if len(self._homes) > MOST_PROBLEMS:
             del self._homes[next(iter(self._homes))]
-        self._run(command.engine, own)
+        self._run(one.engine, own)
 
     def _run(self, name: str, own: Open) -> None:
         answer = own.begin(name, self.wanted.version)

@@ -319,7 +319,7 @@ def test_whatever_happens_all_is_lent_in_the_end_as_it_should_be(seed: int) -> N
         for lender, requests in one.borrowed.items():
             assert lender in idle, "an engine that works lends nothing"
             served[lender] += [request for request in requests if request in one.running]
-    most = stage.lending._rules.most
+    most = stage.lending._most
     running = sum(len(one.running) for one in stage.engines.values())
     assert all(len(requests) <= most for requests in served.values())
     # a second drafter of one model brings a request nothing

@@ -19,7 +19,6 @@ import ray
 
 from vllm_specrollout.cluster.batch import Answer, GroupError, RequestChecker
 from vllm_specrollout.cluster.driver import BEHIND, Driver, EngineLost
-from vllm_specrollout.cluster.ladder import Rules
 from vllm_specrollout.cluster.lending import BEAT_S, Ask, Lending, Warm
 from vllm_specrollout.cluster.planner import choose_ladder
 from vllm_specrollout.cluster.profiles import DrafterProfile
@@ -111,16 +110,16 @@ class SpecGroup:
         self._thread = threading.Thread(target=self._loop.run_forever, name="specrollout-group", daemon=True)
         try:
             self._calls = Calls(self._placement.actors)
-            self._driver = Driver(self._calls, list(self._placement.actors), Rules(ladder, most), patience_s)
+            self._driver = Driver(self._calls, list(self._placement.actors), ladder, patience_s)
             self._lending: Lending | None = None
             self._thread.start()
             self._placement.wait(start_s)
-            self._run(self._begin(ladder, models, start_s, is_auto=is_auto))
+            self._run(self._begin(ladder, models, most, start_s, is_auto=is_auto))
         except BaseException:
             self.close()
             raise
 
-    async def _begin(self, ladder: str, models: Sequence[str], start_s: float, *, is_auto: bool) -> None:
+    async def _begin(self, ladder: str, models: Sequence[str], most: int, start_s: float, *, is_auto: bool) -> None:
         """Wait for the engines, and have them begin the drafters that are to help."""
         driver = self._driver
         driver.start()
@@ -132,9 +131,9 @@ class SpecGroup:
         driver.check_any()
         if is_auto:
             ladder, models = choose_ladder(await self._profiles())
-            driver.rules = Rules(ladder, driver.rules.most)
+            driver.ladder = ladder
         if models:
-            self._lending = Lending({}, most=driver.rules.most)
+            self._lending = Lending({}, most=most)
             for i, name in enumerate(self._placement.actors):
                 warm: Warm = (models[i % len(models)], [], dict(self._drafter_engine))  # on its own devices
                 self._lending.add({name: self._asking_of(name)}, warm)
@@ -149,7 +148,7 @@ class SpecGroup:
         """Drafters of idle engines are lent, where the ladder says so."""
         while True:
             await asyncio.sleep(BEAT_S)
-            lending.beat(is_lent=self._driver.rules.ladder == "attach" and not self._driver.wanted.asleep)
+            lending.beat(is_lent=self._driver.ladder == "attach" and not self._driver.wanted.asleep)
 
     def _asking_of(self, name: str) -> Ask:
         return lambda method, args: asyncio.ensure_future(self._calls.call(name, "rpc", method, list(args), {}))
@@ -366,7 +365,7 @@ class SpecGroup:
             }
         wanted = driver.wanted
         return {
-            "ladder": driver.rules.ladder,
+            "ladder": driver.ladder,
             "version": wanted.version,
             "epoch": wanted.epoch,
             "asleep": wanted.asleep,
