@@ -30,7 +30,8 @@ BATCHES, PASSES, PROMPT = (1, 4, 16, 32), 60, 256
 
 def passes(model: str, engine_args: dict[str, Any], takes_up: bool) -> list[dict[str, float]]:
     """Milliseconds of a pass, by how many of its requests are new."""
-    from vllm_specrollout.cluster.line import Ask, Sampling
+    from vllm_specrollout.cluster.line import Ask
+    from vllm_specrollout.cluster.messages import Sampling
     from vllm_specrollout.worker.drafter_engine import DrafterEngine
 
     engine = DrafterEngine(model, engine_args, takes_up=takes_up)

@@ -119,8 +119,6 @@ class DrafterProcess:
 
     def __init__(self, command: Command, clock: Callable[[], float] = time.monotonic) -> None:
         self.command = command
-        self.waited_s = 0.0
-        """Seconds in which the process that began it waited for its end, or began it anew."""
         self.is_ready = False
         """Whether it has loaded its model: whoever hears that from it says so here."""
         self.restarts = 0
@@ -155,7 +153,6 @@ class DrafterProcess:
         if self._due_at is not None:
             if now >= self._due_at:
                 self._begin()
-                self.waited_s += self._clock() - now
                 if self._process is None:
                     self._ended()
             return False
@@ -192,10 +189,9 @@ class DrafterProcess:
     def stop(self) -> None:
         """End it for good, and wait until it has. One that was dismissed before has had part of its time already."""
         self.dismiss()
-        process, self._process, begin = self._process, None, self._clock()
-        if process is not None and process.poll() is None:
+        process, self._process = self._process, None
+        if process is not None:
             process.wait()
-            self.waited_s += self._clock() - begin
 
     def _ended(self) -> None:
         if self._process is not None:

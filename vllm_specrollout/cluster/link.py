@@ -21,7 +21,6 @@ import numpy.typing as npt
 
 from vllm_specrollout._core import Received
 from vllm_specrollout.cluster.child import DrafterProcess, DrafterProcessError
-from vllm_specrollout.cluster.line import Sampling
 from vllm_specrollout.cluster.messages import (
     MOST_BYTES,
     MOST_REQUESTS,
@@ -31,7 +30,9 @@ from vllm_specrollout.cluster.messages import (
     Hello,
     Message,
     Opened,
+    Sampling,
     Told,
+    Work,
 )
 from vllm_specrollout.types import DraftLimits, FloatArray, IntArray, RequestBatch, RequestView
 
@@ -80,16 +81,6 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
-    """What a drafter did in a second or so."""
-
-    busy_ms: float = 0.0
-    passes: int = 0
-    # summed over passes: requests in them
-    streams: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Fitting:
     """What of the trees that came may be verified next, over the requests of a batch."""
 
@@ -112,8 +103,10 @@ class LinkCounts:
     nodes: int = 0  # proposed
     unfit: int = 0  # requests that no message can say
     malformed: int = 0  # messages with trees that are none
-    wasted: int = 0  # tokens behind misses, by the drafter's own word
+    # by the drafter's own word: tokens of streams, and behind misses; seconds of work
     drafted: int = 0
+    wasted: int = 0
+    busy_s: float = 0.0
     over: Score = Score()  # of requests that are over
 
 
@@ -166,11 +159,10 @@ class Link:
         self.counts = LinkCounts()
         self.open: dict[str, Following] = {}
         """By the engine's names."""
-        self.busy_s = 0.0
         self.model, self.device = "", ""
         """What drafts there, and on what, by the drafter's own word."""
-        self.beats: deque[Beat] = deque(maxlen=_BEATS)
-        """What the drafter did, newest last."""
+        self.beats: deque[Work] = deque(maxlen=_BEATS)
+        """What the drafter did, each in a second or so; the newest last."""
         self._mail, self._sampling, self._vocab_size, self._clock = mail, sampling, vocab_size, clock
         self._received = Received()
         self._closed: list[int] = []
@@ -179,16 +171,11 @@ class Link:
         self._next_handle = 1
         # when the drafter was told something that it has not answered yet
         self._told_at: float | None = None
-        self._beat, self._beat_at = Beat(), clock()
+        self._beat, self._beat_at = Work(), clock()
         # when it is greeted again
         self._greet_at, self._patience_s = 0.0, _FIRST_PATIENCE_S
 
     # --- the drafter -------------------------------------------------------------------------------------------------
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds that the engine waited for its process to end or to begin; mail is never waited for."""
-        return 0.0 if self.process is None else self.process.waited_s
 
     def greet(self) -> None:
         """Say that the engine is here; the drafter says the same once it is ready."""
@@ -307,8 +294,6 @@ class Link:
             "request_ids": None if self.only is None else sorted(self.only),
             "process": None if process is None else {"pid": process.pid, "restarts": process.restarts},
             **{name: value for name, value in asdict(counts).items() if name != "over"},
-            "busy_s": self.busy_s,
-            "waited_s": self.waited_s,
             **asdict(self.score),
             "requests": {
                 request_id: {"name": following.name, **asdict(Score(*self._received.score(following.handle)))}
@@ -364,21 +349,12 @@ class Link:
 
     def _open(self, view: RequestView) -> Opened | None:
         """None: no message can say it."""
-        sampling = self._sampling(view.request_id)
+        tokens = view.token_ids.astype(np.int32, copy=False).tobytes()
+        how, most = self._sampling(view.request_id), view.max_new_tokens
         try:
-            opened = Opened(
-                self._next_handle,
-                view.token_ids.astype(np.int32, copy=False).tobytes(),
-                view.num_prompt_tokens,
-                sampling.seed,
-                sampling.temperature,
-                sampling.top_k,
-                sampling.top_p,
-                sampling.min_p,
-                view.max_new_tokens,
-                self.window,
+            return _check_opened(
+                _pack(Opened(self._next_handle, tokens, view.num_prompt_tokens, how, most, self.window))
             )
-            return _check_opened(_pack(opened))
         except (msgspec.MsgspecError, OverflowError):
             return None
 
@@ -404,15 +380,14 @@ class Link:
 
     def _note(self, message: Drafted) -> None:
         """What the drafter did."""
-        self.counts.drafted += message.drafted
-        self.counts.wasted += message.wasted
-        self.busy_s += message.busy_ms / 1e3
-        beat, now = self._beat, self._clock()
-        beat = Beat(beat.busy_ms + message.busy_ms, beat.passes + message.passes, beat.streams + message.streams)
+        counts, work, now = self.counts, message.work, self._clock()
+        counts.drafted += work.drafted
+        counts.wasted += work.wasted
+        counts.busy_s += work.busy_ms / 1e3
+        self._beat += work
         if now - self._beat_at >= _BEAT_S:
-            self.beats.append(beat)
-            beat, self._beat_at = Beat(), now
-        self._beat = beat
+            self.beats.append(self._beat)
+            self._beat, self._beat_at = Work(), now
 
     def _greeted(self, hello: Hello) -> None:
         # it has begun anew, or was greeted; what it was told before is closed, if it still knows it, and opened again

@@ -18,7 +18,8 @@ import msgspec
 
 from vllm_specrollout.budgets.profile import ProfileKey, digest, folder, read_file, write
 from vllm_specrollout.budgets.step_cost import StepCost
-from vllm_specrollout.cluster.link import Beat, Link, Score
+from vllm_specrollout.cluster.link import Link, Score
+from vllm_specrollout.cluster.messages import Work
 from vllm_specrollout.cluster.rates import AffineTime
 from vllm_specrollout.config.checks import check_range
 from vllm_specrollout.errors import ConfigError
@@ -177,7 +178,7 @@ class Learning(Listener):
         )
 
 
-def draft_line(beats: deque[Beat]) -> AffineTime | None:
+def draft_line(beats: deque[Work]) -> AffineTime | None:
     """D(b) by what a drafter's process did lately; None: it did nothing yet. A pass gives each line one more level."""
     cost, streams, passes = StepCost(), 0, 0
     for beat in islice(beats, max(len(beats) - _BEATS, 0), None):

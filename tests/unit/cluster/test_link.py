@@ -12,7 +12,7 @@ from tests.reference.decoupled import VOCABULARY, Box, Wire, sampling
 from vllm_specrollout.cluster.child import DrafterProcessError
 from vllm_specrollout.cluster.link import HANG_S, Link
 from vllm_specrollout.cluster.mail import MailError
-from vllm_specrollout.cluster.messages import MOST_BYTES, VERSION, Bye, Drafted, Hello, Message, Told, ints, longs
+from vllm_specrollout.cluster.messages import MOST_BYTES, VERSION, Bye, Drafted, Hello, Message, Told, Work, ints, longs
 from vllm_specrollout.drafters.decoupled import MOST_LINKS, DecoupledDrafter
 from vllm_specrollout.errors import ConfigError, SpecRolloutError
 from vllm_specrollout.types import DraftLimits, RequestBatch, RequestView, TreeBatch
@@ -93,7 +93,7 @@ def test_a_drafter_drafts_from_the_step_after_its_greeting_for_requests_in_fligh
     (told,) = engine.heard("one")
     assert isinstance(told, Told)
     assert [ints(one.token_ids).tolist() for one in told.opened] == [[1, 2, 3, 7, 8], [4, 5, 6]]
-    assert [(one.seed, one.prompt_tokens, one.max_tokens) for one in told.opened] == [(0, 3, 20), (1, 3, 20)]
+    assert [(one.sampling.seed, one.prompt_tokens, one.max_tokens) for one in told.opened] == [(0, 3, 20), (1, 3, 20)]
     engine.say("one", drafts(1, 5, (9, -1, 0, -0.5)))
     assert engine.step().tree(0).token_ids.tolist() == [9]
 
@@ -280,7 +280,7 @@ class Process:
     def __init__(self) -> None:
         self.has_ended = self.is_lost = self.is_dismissed = self.is_ready = False
         self.killed = self.restarts = 0
-        self.pid, self.waited_s = 7, 0.0
+        self.pid = 7
 
     def watch(self) -> bool:
         if self.is_lost:
@@ -376,17 +376,16 @@ def test_drafts_that_are_none_are_dropped_and_counted_and_said_once(
 
 def test_what_is_counted_is_plain_and_outlives_its_link(engine: Engine) -> None:
     link = engine.attach("one")
-    engine.say("one", Drafted(*NO_NODES, busy_ms=500.0, passes=5, streams=9, drafted=7, wasted=2))
+    engine.say("one", Drafted(*NO_NODES, Work(500.0, 5, 9, 7, 2)))
     engine.say("one", drafts(1, 3, (9, -1, 0, -0.5)))
     engine.step()
     state = engine.drafter.state()["one"]
     assert json.loads(json.dumps(state)) == state
     assert (state["drafted"], state["busy_s"], state["trees"], state["wasted"]) == (7, 0.5, 1, 2)
-    assert state["waited_s"] == 0.0
     engine.now += 2.0
     engine.say("one", NOTHING)
     engine.step()
-    assert [(beat.busy_ms, beat.passes, beat.streams) for beat in link.beats] == [(500.0, 5, 9)]
+    assert list(link.beats) == [Work(500.0, 5, 9, 7, 2)]
     assert engine.drafter.totals() == (1, 1, 2)
     engine.drafter.detach("one")
     assert engine.drafter.totals() == (0, 1, 2)

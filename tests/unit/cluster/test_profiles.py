@@ -15,7 +15,8 @@ from tests.drafters import nothing_accepted
 from tests.reference.decoupled import VOCABULARY, Wire, sampling
 from vllm_specrollout.budgets.profile import ProfileKey
 from vllm_specrollout.budgets.step_cost import StepCost
-from vllm_specrollout.cluster.link import Beat, Following, Link, LinkCounts, Score
+from vllm_specrollout.cluster.link import Following, Link, LinkCounts, Score
+from vllm_specrollout.cluster.messages import Work
 from vllm_specrollout.cluster.profiles import (
     DrafterProfile,
     Learning,
@@ -33,7 +34,7 @@ from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.types import StepRecord, StepTiming, empty_trees
 
-BEAT = Beat(450.0, 50, 800)
+BEAT = Work(450.0, 50, 800)
 """Passes of 9 ms, of sixteen requests."""
 KEY = ProfileKey(model="m", dtype="float32", device="a core", vllm="0.32.0", tensor_parallel=1, is_eager=True)
 TIME = {"fixed_ms": 13, "per_request_ms": 0.04, "per_row_ms": 0.03}
@@ -221,9 +222,9 @@ def test_a_file_that_is_not_there_is_one_clear_error() -> None:
 
 
 def test_a_drafters_line_is_what_its_passes_took() -> None:
-    beats: deque[Beat] = deque()
+    beats: deque[Work] = deque()
     for streams in (1, 2, 4, 8, 16, 8, 4, 2):
-        beats.append(Beat(50 * (5.0 + 0.75 * streams), 50, 50 * streams))
+        beats.append(Work(50 * (5.0 + 0.75 * streams), 50, 50 * streams))
     line = draft_line(beats)
     assert line is not None
     for streams in (1, 5):

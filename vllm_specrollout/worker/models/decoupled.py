@@ -19,9 +19,9 @@ import torch
 from msgspec.structs import replace
 
 from vllm_specrollout.cluster.child import Command, DrafterProcess, WarmDrafter
-from vllm_specrollout.cluster.line import Sampling
 from vllm_specrollout.cluster.link import SamplingOf
 from vllm_specrollout.cluster.mail import Box
+from vllm_specrollout.cluster.messages import Sampling
 from vllm_specrollout.cluster.planner import Plan, plan_engine
 from vllm_specrollout.cluster.profiles import DrafterProfile, Learning, kept, of_engine, save
 from vllm_specrollout.cluster.rates import Mode
