@@ -19,7 +19,6 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +128,7 @@ def main() -> None:
         print(json.dumps(beside(model, given.draft or model, device, {**args, **share}, 64 if given.dry else 512)))
         return
     found = {}
-    drafter = replace(Command.of(model, [device], args), ready="")
+    drafter = Command.of(model, [device], args)
     for part, environment in (("passes", drafter.environment), ("beside", dict(os.environ))):
         more = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if given.dry or part == "passes" else {}
         done = subprocess.run(

@@ -241,15 +241,13 @@ def test_what_a_killed_engine_left_is_removed_and_what_a_living_one_has_is_not(
     gone.wait()
     for pid, segment in ((gone.pid, "psm_0a"), (os.getpid(), "psm_0b")):
         (tmp_path / f"specrollout-drafter-{pid}-abc").touch()
-        (tmp_path / f"specrollout-warm-{pid}-abc").mkdir()
-        (tmp_path / f"specrollout-warm-{pid}-abc" / "ready").touch()
         (tmp_path / segment).touch()
         (tmp_path / f"specrollout-shared-{pid}-").write_text(f"{segment}\n../{segment}\nother")
     (tmp_path / "other").touch()
     (tmp_path / "specrollout-drafter-mine").touch()
     Command.of("small", (), {})
     left = {path.name for path in tmp_path.iterdir()}
-    own = {f"specrollout-{what}-{os.getpid()}-" for what in ("drafter", "warm", "shared")}
+    own = {f"specrollout-{what}-{os.getpid()}-" for what in ("drafter", "shared")}
     assert {name.removesuffix("abc") for name in left} == own | {"psm_0b", "other", "specrollout-drafter-mine"}
 
 

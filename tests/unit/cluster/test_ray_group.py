@@ -193,7 +193,7 @@ def _kill(victim: psutil.Process) -> None:
 
 def test_an_engine_that_hangs_is_begun_anew_and_its_requests_go_on_elsewhere(group: SpecGroup) -> None:
     group._driver.patience_s, stuck = 1.0, group._driver.engines["engine-0"]
-    group._calls.send("engine-0", "rpc", "hang", [], {})
+    group._placement.send("engine-0", "rpc", "hang", [], {})
     asked = [{"seed": i, "max_tokens": 30} for i in range(8)]
     found = group.generate([[i] for i in range(8)], asked)
     group._driver.patience_s = 120.0

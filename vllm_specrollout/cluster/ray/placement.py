@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from vllm_specrollout.cluster.batch import GroupError
+from vllm_specrollout.cluster.driver import EngineLost
 from vllm_specrollout.cluster.ray.actor import Actor
 from vllm_specrollout.config.arguments import check_answers, check_devices, check_folder, count_gpus
 from vllm_specrollout.config.devices import Devices
-from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.errors import ConfigError, SpecRolloutError
 
 logger = logging.getLogger("vllm.specrollout")
 
@@ -75,7 +77,7 @@ class _Place:
 
 
 class Placement:
-    """The actors of a group.
+    """The actors of a group, and its calls of them (`driver.Lines`), awaited in the driver's loop.
 
     Raises:
         ConfigError: no cluster of Ray is there, or what is there can never have these engines.
@@ -126,11 +128,33 @@ class Placement:
         if not self._bundles.wait(max(most_s - _SAY_S, 0.0)):
             raise GroupError(f"{cause}, and had no more for {most_s:.0f} s", "close what holds it, or ask for less")
 
+    async def call(self, engine: str, method: str, *args: Any) -> Any:
+        try:
+            return await self._ask(engine, method, *args)
+        except RayActorError as error:
+            # the last line of an actor's end is what ended it
+            *_, said = [line.strip() for line in f"{type(error).__name__}\n{error}".splitlines() if line.strip()]
+            raise EngineLost(said) from None
+        except RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, SpecRolloutError):
+                raise cause from None
+            raise GroupError(f"an engine refused: {type(cause).__name__}: {cause}", "see Ray's logs") from error
+
+    def send(self, engine: str, method: str, *args: Any) -> None:
+        self._ask(engine, method, *args)
+
+    def end(self, engine: str) -> None:
+        ray.kill(self.actors[engine], no_restart=False)
+
+    def _ask(self, engine: str, method: str, *args: Any) -> Any:
+        actor = self.actors[engine]
+        return actor.admit.remote(*args) if method == "admit" else actor.ask.remote(method, *args)
+
     def close(self) -> None:
         """End the actors, each with all its processes, and Ray where it was started here."""
         for actor in self.actors.values():
             ray.kill(actor)
-        self.actors = {}
         if self._bundles is not None:
             remove_placement_group(self._bundles)
             self._bundles = None
