@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 from zlib import crc32
 
 import msgspec
@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from vllm_specrollout._core import Received
 from vllm_specrollout.cluster.child import DrafterProcess, DrafterProcessError
+from vllm_specrollout.cluster.mail import Box
 from vllm_specrollout.cluster.messages import (
     MOST_BYTES,
     MOST_REQUESTS,
@@ -28,7 +29,6 @@ from vllm_specrollout.cluster.messages import (
     Bye,
     Drafted,
     Hello,
-    Message,
     Opened,
     Sampling,
     Told,
@@ -49,18 +49,6 @@ _check_opened = msgspec.msgpack.Decoder(Opened).decode
 _pack = msgspec.msgpack.Encoder().encode
 
 
-class Mail(Protocol):
-    """An engine's end; `mail.Box` is one."""
-
-    address: str
-
-    def receive(self) -> Iterable[Message]: ...
-
-    def send(self, message: Message) -> bool: ...
-
-    def close(self) -> None: ...
-
-
 SamplingOf = Callable[[str], Sampling]
 """From the engine's name of a request that runs."""
 
@@ -78,6 +66,9 @@ class Score:
 
     def __add__(self, other: Score) -> Score:
         return Score(self.tried + other.tried, self.matched + other.matched, self.covered + other.covered)
+
+    def __sub__(self, other: Score) -> Score:
+        return Score(self.tried - other.tried, self.matched - other.matched, self.covered - other.covered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +128,7 @@ class Link:
     def __init__(
         self,
         name: str,
-        mail: Mail,
+        mail: Box,
         sampling: SamplingOf,
         *,
         window: int,
@@ -166,6 +157,8 @@ class Link:
         self._mail, self._sampling, self._vocab_size, self._clock = mail, sampling, vocab_size, clock
         self._received = Received()
         self._closed: list[int] = []
+        # how drafts fared in requests that are over, as it was asked last
+        self._asked = Score()
         # requests that run, and that no message can say
         self._unfit: set[str] = set()
         self._next_handle = 1
@@ -281,6 +274,11 @@ class Link:
     def score(self) -> Score:
         """How its drafts fared, in requests that run and in those that are over."""
         return sum((Score(*self._received.score(one.handle)) for one in self.open.values()), self.counts.over)
+
+    def new_score(self) -> Score:
+        """How its drafts fared in requests that are over since this was asked last."""
+        before, self._asked = self._asked, self.counts.over
+        return self._asked - before
 
     def state(self) -> dict[str, Any]:
         """In plain JSON types."""

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
 from vllm_specrollout.budgets.profile import ProfileKey, digest, folder, read_file, write
 from vllm_specrollout.budgets.step_cost import StepCost
-from vllm_specrollout.cluster.link import Link, Score
+from vllm_specrollout.cluster.link import Link
 from vllm_specrollout.cluster.messages import Work
 from vllm_specrollout.cluster.rates import AffineTime
 from vllm_specrollout.config.checks import check_range
@@ -80,28 +79,24 @@ class DrafterProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
 
 
-class Elsewhere(Protocol):
-    """The drafters of an engine; `drafters.decoupled.DecoupledDrafter` is one."""
-
-    links: dict[str, Link]
-
-
 class Learning(Listener):
     """Learns D, V and matches of the drafters elsewhere, as an engine's steps go by; and what it has without them.
 
     Args:
+        links: of the engine, as they come and go.
         keep: told of a profile whenever it rests on twice as many positions as the last one.
     """
 
-    def __init__(self, elsewhere: Elsewhere, keep: Callable[[DrafterProfile], None] = lambda profile: None) -> None:
-        self._elsewhere, self._keep, self._cost = elsewhere, keep, StepCost()
+    def __init__(
+        self, links: Mapping[str, Link], keep: Callable[[DrafterProfile], None] = lambda profile: None
+    ) -> None:
+        self._links, self._keep, self._cost = links, keep, StepCost()
         # requests and draft nodes of each of the last steps
         self._last: deque[tuple[int, int]] = deque(maxlen=_STEPS)
-        # model -> positions, and those at which its first choice was right, of all links that it has had: one that is
-        # lent has a new link each time
+        # those that there were in the last step: one that is lent has a new link each time
+        self._before: list[Link] = []
+        # model -> positions, and those at which its first choice was right, of all links that it has had
         self._scores: dict[str, tuple[int, int]] = {}
-        # link -> itself, and its score as it was looked at last
-        self._taken: dict[str, tuple[Link, Score]] = {}
         # model -> positions at all, and at which it is kept next
         self._seen: dict[str, int] = {}
         self._due: dict[str, int] = {}
@@ -120,35 +115,27 @@ class Learning(Listener):
             return
         self._cost.observe(timing)
         self._last.append((timing.batch, timing.nodes))
-        if not any(link.open for link in self._elsewhere.links.values()):
+        if not any(link.open for link in self._links.values()):
             half = 2 if self._own[0] > MOST else 1
             new = timing.batch, timing.tokens, timing.nodes
             self._own = tuple(old // half + more for old, more in zip(self._own, new, strict=True))  # type: ignore[assignment]
-        for link in self._links():
+        # of those that have gone since, requests ended as they went
+        for link in dict.fromkeys([*self._before, *self._links.values()]):
             self._take(link)
             seen = self._seen.get(link.model, 0)
             if seen >= self._due.get(link.model, LEAST) and (found := self.profile(link)) is not None:
                 self._due[link.model] = 2 * seen
                 self._keep(found)
-
-    def _links(self) -> list[Link]:
-        """Those that are there, and those that have gone since the last step: their requests ended as they went."""
-        there = self._elsewhere.links
-        return [*(one for one, _ in self._taken.values() if there.get(one.name) is not one), *there.values()]
+        self._before = list(self._links.values())
 
     def _take(self, link: Link) -> None:
         """Its positions since it was looked at last."""
-        before, old = self._taken.get(link.name, (link, Score()))
-        score = link.counts.over
-        tried, matched = score.tried, score.matched
-        if before is link:
-            tried, matched = tried - old.tried, matched - old.matched
-        self._taken[link.name] = link, score
-        if tried > 0 and link.model:
-            self._seen[link.model] = self._seen.get(link.model, 0) + tried
-            one, other = self._scores.get(link.model, (0, 0))
-            half = 2 if one > MOST else 1
-            self._scores[link.model] = one // half + tried, other // half + matched
+        new = link.new_score()
+        if new.tried and link.model:
+            self._seen[link.model] = self._seen.get(link.model, 0) + new.tried
+            tried, matched = self._scores.get(link.model, (0, 0))
+            half = 2 if tried > MOST else 1
+            self._scores[link.model] = tried // half + new.tried, matched // half + new.matched
 
     def lines(self, link: Link) -> tuple[AffineTime, AffineTime] | None:
         """D and V of a drafter at the batch that runs; None: it drafted nothing yet, or there was no step."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
 from vllm_specrollout.cluster.line import Ask, Line, NoiseTrial, Survival, Tree, branches
+from vllm_specrollout.cluster.mail import Office
 from vllm_specrollout.cluster.messages import (
     MOST_REQUESTS,
     VERSION,
@@ -81,16 +82,6 @@ class Engine(Protocol):
     def wake(self) -> None: ...
 
 
-class Post(Protocol):
-    """Where engines post; `mail.Office` is one."""
-
-    def receive(self) -> Iterable[tuple[bytes, Message]]: ...
-
-    def send(self, engine: bytes, message: Message) -> bool: ...
-
-    def wait(self, timeout_s: float) -> bool: ...
-
-
 @dataclass(slots=True)
 class Target:
     """An engine that is drafted for."""
@@ -117,7 +108,7 @@ class Serving:
     def __init__(
         self,
         engine: Engine,
-        post: Post,
+        office: Office,
         is_over: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -126,7 +117,7 @@ class Serving:
         """Since the process began, for all."""
         self.is_asleep = False
         self.noise, self._survival = NoiseTrial(), Survival()
-        self._engine, self._post, self._is_over, self._clock = engine, post, is_over, clock
+        self._engine, self._office, self._is_over, self._clock = engine, office, is_over, clock
         # request of the engine -> whose it is
         self._asked: dict[str, tuple[Target, Line]] = {}
         self._count = 0
@@ -136,11 +127,11 @@ class Serving:
         while not self._is_over():
             self.turn()
         for name in self.targets:
-            self._post.send(name, Bye("the drafter ends"))
+            self._office.send(name, Bye("the drafter ends"))
 
     def turn(self) -> None:
         """Once around: what was said, a pass, and what came of it."""
-        for name, message in self._post.receive():
+        for name, message in self._office.receive():
             self._take(name, message)
         begin = self._clock()
         self._ask()
@@ -148,7 +139,7 @@ class Serving:
             streams = self._pass()
             self.work += Work((self._clock() - begin) * 1e3, 1, streams)
         else:
-            self._post.wait(_IDLE_S)
+            self._office.wait(_IDLE_S)
         self._send()
 
     # --- what engines say --------------------------------------------------------------------------------------------
@@ -161,7 +152,7 @@ class Serving:
             self._forget(name)
         elif isinstance(message, Rest):
             self.rest(message.is_asleep)
-            self._post.send(name, message)
+            self._office.send(name, message)
         elif isinstance(message, Told):
             target = self.targets.get(name)
             if target is None:
@@ -193,7 +184,7 @@ class Serving:
             now = self._clock()
             self.targets[name] = Target(now, told=self.work, told_at=now)
             own = self._engine
-            self._post.send(name, Hello(VERSION, own.vocab_size, own.model, own.device))
+            self._office.send(name, Hello(VERSION, own.vocab_size, own.model, own.device))
 
     def _told(self, target: Target, told: Told) -> None:
         for handle in longs(told.closed).tolist():
@@ -293,7 +284,7 @@ class Serving:
                 continue
             due = [(handle, tree) for handle, line in target.lines.items() if (tree := line.due()) is not None]
             if due or (target.waits and now - target.told_at >= BEAT_S):
-                if not self._post.send(name, self._drafted(target, due)):
+                if not self._office.send(name, self._drafted(target, due)):
                     self._forget(name)
                     continue
                 target.told_at, target.waits = now, False

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_specrollout.cluster.child import DrafterProcess
-from vllm_specrollout.cluster.link import Fitting, Link, Mail, SamplingOf
+from vllm_specrollout.cluster.link import Fitting, Link, SamplingOf
 from vllm_specrollout.cluster.mail import Box, check_served
 from vllm_specrollout.config.checks import check_range, check_type
 from vllm_specrollout.drafters.base import BaseDrafter
@@ -25,11 +25,11 @@ MOST_LINKS = 16
 MOST_WINDOW, MOST_FAN_OUT = 64, 8
 _MOST_NAME = 128  # characters
 
-Connect = Callable[[str], Mail]
+Connect = Callable[[str], Box]
 """From an address to the mail of a drafter that serves there."""
 
 
-def connect(address: str, key_file: str = "") -> Mail:
+def connect(address: str, key_file: str = "") -> Box:
     """
     Raises:
         ConfigError: no such address, or no key.
@@ -125,7 +125,7 @@ class DecoupledDrafter(BaseDrafter):
 
     # --- links -------------------------------------------------------------------------------------------------------
 
-    def link(self, name: str, mail: Mail, process: DrafterProcess | None = None, **given: Any) -> Link:
+    def link(self, name: str, mail: Box, process: DrafterProcess | None = None, **given: Any) -> Link:
         """Link to a drafter; it drafts from the step on after it has said that it is ready.
 
         Args:

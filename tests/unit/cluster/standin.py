@@ -33,6 +33,7 @@ class Engine:
         self.rewarded: dict[str, float] = {}
         # weights that a transfer brings
         self.coming: int | None = None
+        self.met: Mapping[str, Any] = {}
 
     def admit(self, wanted: Wanted) -> tuple[int, int, str]:
         self.live.clear()
@@ -57,7 +58,7 @@ class Engine:
 
     def transfer(self, method: str, kwargs: Mapping[str, Any]) -> None:
         if method == "init_weight_transfer_engine":
-            self.coming = 0
+            self.coming, self.met = 0, kwargs["init_info"]
         elif self.coming is None:
             raise ConfigError("it has met no trainer", "none")
         elif method == "start_weight_update":

@@ -6,8 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.unit.cluster.beside import Beside, write
+from tests.waiting import until
 from vllm_specrollout.cluster import child as module
 from vllm_specrollout.cluster import leftovers
 from vllm_specrollout.cluster.child import (
@@ -270,13 +270,6 @@ def beside(tmp_path: Path) -> Iterator[tuple[WarmDrafter, Path]]:
     until(lambda: drafter.is_ready)
     yield drafter, diary
     drafter.stop()
-
-
-def until(is_so: Callable[[], object]) -> None:
-    end = time.monotonic() + 60.0
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_a_drafter_begins_asleep_and_has_given_its_memory_back_before_the_engine_goes_on(

@@ -5,25 +5,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import zmq
 
+from tests.waiting import until
 from vllm_specrollout.cluster import mail
 from vllm_specrollout.cluster.mail import HIGH_WATER, Box, MailError, Office, check_served
 from vllm_specrollout.cluster.messages import VERSION, Bye, Hello, Message
 from vllm_specrollout.errors import ConfigError
 
 HELLO = Hello(VERSION, 50)
-
-
-def until(holds: Callable[[], object]) -> None:
-    end = time.monotonic() + 60.0
-    while not holds():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.002)
 
 
 def heard(office: Office) -> list[tuple[bytes, Message]]:

@@ -64,7 +64,7 @@ class Engine:
         self.drafter.attach("one", "one")
         self.link.model, self.link.device = "small", "cpu: a core"
         self.kept: list[DrafterProfile] = []
-        self.learning = Learning(self.drafter, self.kept.append)
+        self.learning = Learning(self.drafter.links, self.kept.append)
 
     @property
     def link(self) -> Link:
@@ -106,7 +106,7 @@ def test_a_drafter_that_is_lent_again_and_again_is_learned_over_all_its_links() 
         gone = engine.drafter.links.pop("one")
         engine.step()
         engine.drafter.links["one"] = other = copy.copy(gone)
-        other.counts = LinkCounts()
+        other.counts, other._asked = LinkCounts(), Score()
     (found,) = engine.kept
     assert found.positions == 300 and found.match == pytest.approx(0.3)
 
