@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -270,27 +270,22 @@ class _Batch:
                 self._report(worker)
             engines = {name: worker.view for name, worker in self._workers.items()}
             waiting = [(request, f"p{int(request[1:]) // self._site.samples}") for request in self._waiting]
-            moves = self._site.ladder != "off"
-            begun = ladder.decide(waiting, engines, 1, {}, self._prices, {}, moves=moves)
-            self._carry_out([*begun, *self._lent(engines, begun)])
+            runs = ladder.decide(waiting, engines, 1, {}, self._prices, {}, moves=self._site.ladder != "off")
+            most = self._site.most if self._site.ladder == "attach" else 0
+            self._carry_out([*runs, *ladder.lend(engines, most, {one.engine for one in runs})])
         if not self._events:
             raise RuntimeError(f"{len(self._length) - len(self._finish)} requests are lost: nothing more would happen")
         self._at(self._now + self._site.beat_ms, self._beat, None)
 
-    def _lent(self, engines: Mapping[str, ladder.Engine], begun: Sequence[ladder.Run]) -> list[ladder.Attach]:
-        """Who lends to whom, beside what is begun at this beat."""
-        able = {name: one for name, one in engines.items() if one.version is not None}
-        lends = self._site.ladder == "attach" and sum(not one.source for one in begun) == len(self._waiting)
-        busy = {one.engine for one in begun}
-        idle = {name for name, one in able.items() if lends and not one.running and name not in busy}
-        return ladder.lend(able, idle, self._site.most)
-
     def _report(self, worker: _Worker) -> None:
         self._advance(worker)
         for request, pace in worker.paces.items():
-            tokens = self._tokens(worker, pace)
-            pace.copy.tokens, pace.copy.gained = int(tokens), int(tokens - pace.began)
-            pace.copy.steps = int(worker.steps - pace.joined)
+            copy, tokens = pace.copy, self._tokens(worker, pace)
+            copy.tokens, copy.gained, copy.steps = (
+                int(tokens),
+                int(tokens - pace.began),
+                int(worker.steps - pace.joined),
+            )
             self._heard[request] = max(self._heard[request], tokens)
 
     def _carry_out(self, commands: Iterable[ladder.Run | ladder.Attach]) -> None:
@@ -327,8 +322,7 @@ class _Batch:
                 self._leave(worker, request)
                 self._waiting.append(request)
                 self._outcome.counts["resubmitted"] += 1
-            worker.view.version = None
-            worker.view.lent.clear()
+            worker.view.version, worker.view.lent = None, {}
             self._replan(worker)
             self._at(self._now + self._site.restart_ms, self._restart, worker.name)
         gone = {worker.name for worker in dead}

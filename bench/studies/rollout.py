@@ -230,8 +230,7 @@ class _Rollout:
     def _race(self, plan: Racing) -> None:
         """Free groups get a method each, and requests of others (Algorithm 3)."""
         methods = range(len(self._setup.drafters))
-        for number in self._free:
-            self._racing.pop(number, None)
+        self._racing = {number: method for number, method in self._racing.items() if number not in self._free}
         for number in self._free:
             self._racing[number] = min(methods, key=self._groups_with)
         for request, method, number in self._assigned(plan):

@@ -201,20 +201,22 @@ def _pays(running: Mapping[str, Copy], chosen: Sequence[str], prices: Prices) ->
     return steps * (whole - max(left, moved)) > fill
 
 
-def lend(engines: Mapping[str, Engine], idle: Collection[str], most: int) -> list[Attach]:
+def lend(engines: Mapping[str, Engine], most: int, busy: Collection[str] = ()) -> list[Attach]:
     """Idle engines lend their drafters to stragglers of their hosts (Algorithm 3), and take them back for work of their
     own. A drafter draws for any number of engines at once.
 
     Args:
-        idle: engines that may lend.
-        most: b_max, requests of one drafter, of all engines together.
+        most: b_max, requests of one drafter, of all engines together; 0: nothing is lent.
+        busy: engines that lend nothing, as they get requests now.
     """
     out: list[Attach] = []
     hosts: dict[str, dict[str, Engine]] = {}
     for name, one in engines.items():
-        hosts.setdefault(one.host, {})[name] = one
+        if one.version is not None:
+            hosts.setdefault(one.host, {})[name] = one
     for here in hosts.values():
-        lenders = {name: one.method for name, one in here.items() if name in idle and one.drafter}
+        idle = {name: one for name, one in here.items() if most and not one.running and name not in busy}
+        lenders = {name: one.method for name, one in idle.items() if one.drafter}
         owners = {request: name for name, one in here.items() for request in one.running}
         held = {
             (request, lender): name

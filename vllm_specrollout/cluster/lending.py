@@ -172,12 +172,11 @@ class Lending:
         with self._lock:
             for name, own in self._engines.items():
                 self._hear(name, own)
-            able = {name: own.stands for name, own in self._engines.items() if own.stands.version is not None}
-            idle = {name for name, one in able.items() if is_lent and not one.running}
+            stands = {name: own.stands for name, own in self._engines.items()}
             # one that was told something since it spoke stands otherwise than it said; and an answer that is on its
             # way would know nothing of what is told now
             fresh = {name for name, own in self._engines.items() if own.is_fresh and own.call is None}
-            for command in lend(able, idle, self._most):
+            for command in lend(stands, self._most if is_lent else 0):
                 if command.engine in fresh:
                     self._attach(command)
             for own in self._engines.values():

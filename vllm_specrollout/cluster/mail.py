@@ -87,7 +87,7 @@ def parse(text: str) -> Address:
     return Address(f"tcp://{host}:{match[2]}", None, host, int(match[2]))
 
 
-class _End:
+class _MailEnd:
     """A socket, what reads it, and a context of its own, so that nobody's last words wait for another's."""
 
     def __init__(self, kind: int, where: Address, read: Callable[[bytes], Any], key: str, *, is_brief: bool) -> None:
@@ -146,7 +146,7 @@ class _End:
         return True
 
 
-class Office(_End):
+class Office(_MailEnd):
     """The end that serves.
 
     Args:
@@ -218,7 +218,7 @@ class Office(_End):
             self._file = None
 
 
-class Box(_End):
+class Box(_MailEnd):
     """An engine's end. A drafter that is not there yet, or begun anew, is found whenever it comes.
 
     Args:

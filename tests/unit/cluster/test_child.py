@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -105,27 +104,6 @@ def test_a_process_that_loads_for_too_long_is_killed_and_begun_anew() -> None:
     process.stop()
 
 
-def test_a_host_without_room_fails_no_engines_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = Clock()
-    popen = subprocess.Popen
-
-    def refused(*_: Any, **__: Any) -> None:
-        clock.now += 0.25
-        raise BlockingIOError(11, "Resource temporarily unavailable")
-
-    monkeypatch.setattr(subprocess, "Popen", refused)
-    process = DrafterProcess(Script("import time; time.sleep(60)", "ipc:///x"), clock)
-    assert process.pid is None and process.watch(), "its engine starts all the same"
-    clock.now += 1.0
-    assert not process.watch() and process.restarts == 2
-    monkeypatch.setattr(subprocess, "Popen", popen)
-    clock.now += 2.25
-    assert not process.watch() and process.is_alive and process.restarts == 2
-    process.stop()
-
-
 def test_a_host_without_room_for_a_process_costs_a_try(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     process = DrafterProcess(Script("raise SystemExit(3)", "ipc:///x"), clock)
@@ -154,18 +132,6 @@ def test_a_host_without_room_for_a_process_costs_a_try(monkeypatch: pytest.Monke
     process.stop()
 
 
-def test_a_process_that_hangs_is_begun_anew_once_it_is_killed() -> None:
-    clock = Clock()
-    process = DrafterProcess(Script("import time; time.sleep(60)", "ipc:///x"), clock)
-    process.kill()
-    ended(process)
-    assert process.watch()
-    clock.now += 1.0
-    process.watch()
-    assert process.is_alive
-    process.stop()
-
-
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_process_is_bound_to_the_thread_that_begins_it_where_that_lives_as_long_as_the_engine(
     monkeypatch: pytest.MonkeyPatch, is_first: bool
@@ -189,14 +155,6 @@ def test_a_dismissed_process_that_hangs_is_killed_once_it_had_its_time(monkeypat
         process.stop()
         assert popen is not None and popen.returncode == -signal.SIGKILL
         assert not process.watch() and process.pid is None, "nor is it begun anew"
-
-
-def test_a_dismissed_process_ends_without_anybody_waiting() -> None:
-    process = DrafterProcess(Script("import time; time.sleep(60)", "ipc:///x"))
-    process.dismiss()
-    ended(process)
-    process.stop()
-    assert not process.is_alive
 
 
 def test_a_drafters_engine_is_told_its_model_and_cores_and_not_to_speculate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ def decided(engines: dict[str, Engine], prices: Prices | None = None, *, moves: 
 
 
 def lent(engines: dict[str, Engine]) -> list[Attach]:
-    return lend(engines, [name for name, one in engines.items() if not one.running], 4)
+    return lend(engines, 4)
 
 
 def long(tokens: int = 400, steps: int = 400) -> Copy:

@@ -148,21 +148,6 @@ def test_a_drafter_that_cannot_be_lent_is_taken_back_and_lent_again_once_it_can(
     assert busy.borrowed == {"b": ["r1"]} and stage.lending.lent > 1
 
 
-def test_a_drafter_is_given_to_those_that_are_left_when_requests_end_meanwhile() -> None:
-    busy, idle = Fake(["r1", "r2", "r3"]), Fake()
-    stage = Stage({"a": busy, "b": idle}, most=2)
-    stage.beats()
-    assert len(busy.borrowed["b"]) == 2
-    for request in busy.borrowed["b"][:1]:
-        del busy.running[request]
-    stage.beats()
-    assert sorted(busy.borrowed["b"]) == sorted(busy.running), "the place that came free is used"
-    assert busy.calls.count("attach_drafter") == 1
-    busy.running.clear()
-    stage.beats()
-    assert not busy.borrowed
-
-
 def test_the_slowest_requests_come_first() -> None:
     busy, idle = Fake(["fast", "slow"]), Fake(drafter=False)
     # it came before anybody asked: how fast it was then is not known

@@ -8,8 +8,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from vllm_specrollout.cluster import SpecGroup
-from vllm_specrollout.cluster.ray.placement import Needs, _check_room, _places
+from vllm_specrollout.cluster.ray.placement import Needs, _places
 from vllm_specrollout.config.devices import parse_devices
 from vllm_specrollout.errors import ConfigError
 
@@ -42,33 +41,3 @@ def test_without_gpus_engines_have_their_own_hosts_cores() -> None:
     assert [(one.sharers, one.gpus, one.environment) for one in found] == [(3, 0.0, {})] * 2
     with pytest.raises(ConfigError, match=r"`gpus` is 1\.0, and Ray counts no GPU"):
         _places(needs(1, None, gpus=1.0), has_gpus=False)
-
-
-@pytest.mark.parametrize(
-    ("bundles", "cause"),
-    [
-        ([{"CPU": 1.0, "GPU": 16.0}], "an engine has 16 GPUs, and no host of Ray's has more than 8"),
-        ([{"CPU": 1.0, "GPU": 8.0}] * 3, "needs 3 CPU and 24 GPU of Ray, which has 32 CPU and 16 GPU in all"),
-        ([{"CPU": 12.0}] * 3, "needs 36 CPU and 0 GPU"),
-    ],
-)
-def test_what_the_whole_cluster_could_not_meet_is_refused_whatever_is_free(bundles: Any, cause: str) -> None:
-    nodes = [{"CPU": 16.0, "GPU": 8.0}] * 2
-    _check_room([{"CPU": 1.0, "GPU": 8.0}] * 2, nodes)
-    with pytest.raises(ConfigError, match=cause) as error:
-        _check_room(bundles, nodes)
-    assert error.value.hint
-
-
-WRONG: dict[str, dict[str, Any]] = {
-    "names 1 places for 2 engines": {"devices": ["cuda:0"]},
-    "gives cuda:1 to two engines": {"devices": ["cuda:0,1", "cuda:1"]},
-    "names 'tpu:1'": {"devices": ["tpu:1", "tpu:2"]},
-}
-
-
-@pytest.mark.parametrize("cause", WRONG)
-def test_devices_that_make_no_sense_are_refused_before_anything_starts(cause: str) -> None:
-    with pytest.raises(ConfigError, match=cause) as error:
-        SpecGroup("model", drafters=["small"], ladder="attach", **WRONG[cause])
-    assert error.value.hint

@@ -1,12 +1,11 @@
 """Drafters that run ahead and a target that never waits for them, under faults of all that is between them."""
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.cluster.rollout import PROMPT, Rollout
 from vllm_specrollout.cluster.line import ROWS, branches
-from vllm_specrollout.cluster.messages import Drafted, Hello, Rest, encode
+from vllm_specrollout.cluster.messages import Rest, encode
 from vllm_specrollout.cluster.serving import FORGET_S
 
 
@@ -226,33 +225,3 @@ def test_an_engine_hears_that_its_drafter_lives_while_there_is_nothing_to_draft(
         rollout.step()
         rollout.now += 0.5
     assert heard > 10 and rollout.link.is_there
-
-
-def test_what_is_no_message_is_counted_and_changes_nothing() -> None:
-    rollout = Rollout(6, [100], [4], 2)
-    other = rollout.others[0]
-    while not rollout.is_over:
-        other.wire.to_drafter.append((b"nobody", b"\x00garbage"))
-        for _ in range(4):
-            rollout.turn()
-        rollout.step()
-    rollout.check()
-    assert other.wire.malformed > 10 and rollout.accepted > 20
-
-
-def test_a_great_many_requests_come_in_messages_of_their_own() -> None:
-    rollout = Rollout(2, [4] * 300, [2], 1)
-    other = rollout.others[0]
-    rollout.turn()
-    rollout.step()
-    rollout.step()
-    sent: list[object] = []
-    send = other.wire.send
-    other.wire.send = lambda engine, message: (sent.append(message), send(engine, message))[1]  # type: ignore[method-assign]
-    for _ in range(40):
-        rollout.turn()
-    handles = [
-        handle for message in sent if isinstance(message, Drafted) for handle in np.frombuffer(message.handles, "<i8")
-    ]
-    assert len(set(handles)) == 300 and other.wire.malformed == 0
-    assert not any(isinstance(message, Hello) for message in sent)
