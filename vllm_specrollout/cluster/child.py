@@ -149,8 +149,6 @@ class DrafterProcess:
         if self._due_at is not None:
             if now >= self._due_at:
                 self._begin()
-                if self._process is None:
-                    self._ended()
             return False
         if self.is_alive:
             if not self.is_ready and now - self._begun_at > START_S:

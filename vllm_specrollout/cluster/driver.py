@@ -28,8 +28,6 @@ BEAT_S = 0.1
 
 BEHIND = -1
 """Version of an engine that could not follow the group: it gets nothing until it has what comes next."""
-
-
 _STRIDE = 256
 """Tokens of an answer after which its length is forecast anew."""
 
@@ -96,8 +94,8 @@ class Driver:
         # engine -> when it last said something new
         self._heard: dict[str, float] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        # those who wait for engines to get somewhere
-        self._watchers: list[asyncio.Future[None]] = []
+        # set when engines have got somewhere
+        self._news = asyncio.Event()
         # why nothing goes on
         self._stopped: GroupError | None = None
 
@@ -112,7 +110,7 @@ class Driver:
             task.cancel()
         self._stopped = error
         self._fail(list(self.open), error)
-        self._told()
+        self._news.set()
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -140,10 +138,23 @@ class Driver:
         if self.engines and all(one.version == BEHIND for one in self.engines.values()):
             self._fail(list(self.waiting), GroupError(f"no engine can follow: {self._behind()}", _FOLLOW))
         self._watch()
-        for one in self._decide():
-            self._follow(one)
+        for one in self._decided():
+            own, copies = self.open[one.request], self.engines[one.engine].running
+            if one.source:
+                self.counts["moved"] += 1
+                self._stop(own)
+            self.waiting.pop(one.request, None)
+            # of as many problems as lengths are known of; the oldest is forgotten
+            self._homes.pop(own.problem, None)
+            self._homes[own.problem] = one.engine
+            if len(self._homes) > MOST_PROBLEMS:
+                del self._homes[next(iter(self._homes))]
+            answer = own.begin(one.engine, self.wanted.version)
+            self._runs[own.key] = own
+            copies[own.request] = Copy(len(own.prompt), len(answer), may_move=own.is_resumable)
+            self._lines.send(one.engine, "give", [Given(own.key, own.prompt, own.params, answer, own.lora)])
 
-    def _decide(self) -> list[Run]:
+    def _decided(self) -> list[Run]:
         waiting = [(request, self.open[request].problem) for request in self.waiting]
         forecasts: dict[str, float] = {}
         if self.lengths.num_known:
@@ -156,25 +167,6 @@ class Driver:
     def _expected(self, own: Open, tokens: int = 0) -> float:
         """Tokens that its answer is expected to have, which has so many now."""
         return self.lengths.expected_total(own.problem, tokens, own.most)
-
-    def _follow(self, one: Run) -> None:
-        own = self.open[one.request]
-        if one.source:
-            self.counts["moved"] += 1
-            self._stop(own)
-        self.waiting.pop(one.request, None)
-        # of as many problems as lengths are known of; the oldest is forgotten
-        self._homes.pop(own.problem, None)
-        self._homes[own.problem] = one.engine
-        if len(self._homes) > MOST_PROBLEMS:
-            del self._homes[next(iter(self._homes))]
-        self._run(one.engine, own)
-
-    def _run(self, name: str, own: Open) -> None:
-        answer = own.begin(name, self.wanted.version)
-        self._runs[own.key] = own
-        self.engines[name].running[own.request] = Copy(len(own.prompt), len(answer), may_move=own.is_resumable)
-        self._lines.send(name, "give", [Given(own.key, own.prompt, own.params, answer, own.lora)])
 
     def _watch(self) -> None:
         """An engine that says nothing new while it runs requests hangs: it is ended, and begun anew."""
@@ -306,9 +298,8 @@ class Driver:
         while not holds():
             if self._stopped is not None:
                 raise self._stopped
-            watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._watchers.append(watcher)
-            await watcher
+            self._news.clear()
+            await self._news.wait()
 
     def check_any(self) -> None:
         """
@@ -362,7 +353,7 @@ class Driver:
         if wanted == self.wanted:  # else the group went on while it loaded
             one.version = version
         self._heard[name] = self._clock()
-        self._told()
+        self._news.set()
 
     def _lose(self, name: str, reason: str) -> bool:
         """Its process ended: its requests go on elsewhere. Whether it has a next life.
@@ -387,15 +378,8 @@ class Driver:
                 self.check_any()
             except GroupError as error:
                 self._fail(list(self.open), error)
-        self._told()
+        self._news.set()
         return has_more
-
-    def _told(self) -> None:
-        """Engines have got somewhere."""
-        watchers, self._watchers = self._watchers, []
-        for watcher in watchers:
-            if not watcher.done():
-                watcher.set_result(None)
 
 
 _FOLLOW = "give weights that they can load: `status` says what each one lacks"

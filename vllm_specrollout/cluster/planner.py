@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from vllm_specrollout.cluster.profiles import DrafterProfile
+from vllm_specrollout.cluster.profiles import DrafterProfile, best_known
 from vllm_specrollout.cluster.rates import AffineTime, Mode, coupled_rate, coupled_tokens, plain_rate, shared_stream
 from vllm_specrollout.config.checks import check_range
 from vllm_specrollout.errors import ConfigError
@@ -110,11 +110,9 @@ def choose_ladder(profiles: Sequence[DrafterProfile]) -> tuple[str, tuple[str, .
     """(ladder, models) of a group, by what is known of drafters: the draft ladder, its best first.
 
     A straggler decodes alone in the end, so a drafter is worth what it gains at batch 1, as in SpecActor's initial
-    selection (section 4.3). Where none gains `WORTH`, requests are moved, and nothing is drafted elsewhere. Of a
-    drafter that several engines know, the profile counts that rests on most positions.
+    selection (section 4.3). Where none gains `WORTH`, requests are moved, and nothing is drafted elsewhere.
     """
-    best = {one.drafter: one for one in sorted(profiles, key=lambda one: one.positions)}
-    gains = {model: plan_engine(one, 1)[0].gain for model, one in best.items()}
+    gains = {model: plan_engine(one, 1)[0].gain for model, one in best_known(profiles).items()}
     models = sorted((model for model, gain in gains.items() if gain >= WORTH), key=lambda model: -gains[model])
     return ("attach", tuple(models)) if models else ("move", ())
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -137,26 +136,17 @@ class Learning(Listener):
             half = 2 if tried > MOST else 1
             self._scores[link.model] = tried // half + new.tried, matched // half + new.matched
 
-    def lines(self, link: Link) -> tuple[AffineTime, AffineTime] | None:
-        """D and V of a drafter at the batch that runs; None: it drafted nothing yet, or there was no step."""
-        draft = draft_line(link.beats)
-        if draft is None or not self._cost.is_known:
-            return None
-        steps = sum(batch for batch, _ in self._last)
-        drafts = sum(nodes for _, nodes in self._last) / steps if steps else 0.0
-        batch = max((batch for batch, _ in self._last), default=1)
-        return draft, line_at(self._cost, max(batch, len(link.open)), drafts)
-
     def profile(self, link: Link) -> DrafterProfile | None:
-        """What is known of a drafter; None: nothing yet."""
-        lines = self.lines(link)
+        """What is known of a drafter, at the batch that runs; None: nothing yet."""
         self._take(link)
-        tried, matched = self._scores.get(link.model, (0, 0))
-        if lines is None or not tried:
+        draft, (tried, matched) = draft_line(link.beats), self._scores.get(link.model, (0, 0))
+        if draft is None or not self._last or not tried:
             return None
+        batch, steps = max(batch for batch, _ in self._last), sum(batch for batch, _ in self._last)
+        drafts = sum(nodes for _, nodes in self._last) / max(steps, 1)
         return DrafterProfile(
-            draft=lines[0],
-            verify={1: lines[1]},
+            draft=draft,
+            verify={1: line_at(self._cost, max(batch, len(link.open)), drafts)},
             match=matched / tried,
             positions=self._seen[link.model],
             own=self.own,
@@ -168,7 +158,7 @@ class Learning(Listener):
 def draft_line(beats: deque[Work]) -> AffineTime | None:
     """D(b) by what a drafter's process did lately; None: it did nothing yet. A pass gives each line one more level."""
     cost, streams, passes = StepCost(), 0, 0
-    for beat in islice(beats, max(len(beats) - _BEATS, 0), None):
+    for beat in list(beats)[-_BEATS:]:
         if beat.passes and beat.streams and beat.busy_ms > 0.0:
             batch = max(round(beat.streams / beat.passes), 1)
             cost.observe(StepTiming(batch, batch, 0, 0, 0, beat.busy_ms / beat.passes, True))
@@ -207,13 +197,14 @@ def kept() -> list[DrafterProfile]:
     return [one for one in read if one is not None]
 
 
+def best_known(profiles: Iterable[DrafterProfile]) -> dict[str, DrafterProfile]:
+    """Of each drafter what rests on most positions, where several engines or devices know it."""
+    return {one.drafter: one for one in sorted(profiles, key=lambda one: one.positions)}
+
+
 def of_engine(profiles: Iterable[DrafterProfile], key: ProfileKey) -> list[DrafterProfile]:
-    """Those of an engine's model on its devices; of a drafter on several devices, what rests on most positions."""
-    best: dict[str, DrafterProfile] = {}
-    for one in profiles:
-        if one.key == key and (one.drafter not in best or one.positions > best[one.drafter].positions):
-            best[one.drafter] = one
-    return list(best.values())
+    """The best known ones of an engine's model on its devices."""
+    return list(best_known(one for one in profiles if one.key == key).values())
 
 
 def of_model(profiles: Iterable[DrafterProfile], target: str) -> list[DrafterProfile]:

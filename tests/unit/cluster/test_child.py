@@ -116,7 +116,7 @@ def test_a_host_without_room_for_a_process_costs_a_try(monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.setattr("subprocess.Popen", refuse)
         clock.now += 1.0
-        assert not process.watch() and process.restarts == 2 and not process.is_alive
+        assert not process.watch() and process.watch() and process.restarts == 2 and not process.is_alive
         clock.now += 1.9
         assert not process.watch() and process.restarts == 2, "with more patience"
     clock.now += 0.1
