@@ -68,7 +68,7 @@ class Engine(standin.Replica):
         if self._beside is not None:
             self._beside.sleep()
         write(self._diary, "prefill")
-        await super().give(runs)
+        self._own.give(runs)
 
     async def rpc(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         if method == "spec_rollout_warm":

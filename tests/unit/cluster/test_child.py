@@ -185,11 +185,6 @@ def test_a_drafters_engine_on_gpus_is_stock_vllm_with_a_rank_on_each(monkeypatch
         _ = Command.of("small", ("cuda:3",), {}).environment
 
 
-def test_cores_beside_gpus_are_no_place_for_one_engine() -> None:
-    with pytest.raises(ConfigError, match="cores beside GPUs"):
-        Command.of("small", ("cuda:1", "cpu:2"), {})
-
-
 def test_what_a_killed_engine_left_is_removed_and_what_a_living_one_has_is_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -117,15 +117,6 @@ def test_what_is_said_in_a_step_is_one_message_for_the_whole_batch(engine: Engin
     assert isinstance(told, Told) and longs(told.closed).tolist() == [1] and longs(told.handles).tolist() == [2]
 
 
-def test_of_many_trees_the_newest_is_proposed(engine: Engine) -> None:
-    engine.attach("one")
-    for number in range(600):
-        engine.say("one", drafts(1, 3, (number % VOCABULARY, -1, 0, -0.5)))
-    engine.say("one", drafts(2, 3, (7, -1, 0, -0.5)))
-    trees = engine.step()
-    assert [trees.tree(i).token_ids.tolist() for i in range(2)] == [[599 % VOCABULARY], [7]]
-
-
 def test_branches_of_two_drafters_are_one_tree(engine: Engine) -> None:
     for name in ("one", "two"):
         engine.attach(name)
@@ -140,17 +131,6 @@ def test_branches_of_two_drafters_are_one_tree(engine: Engine) -> None:
     one, two = (engine.drafter.state()[name]["requests"]["0"] for name in ("one", "two"))
     assert one == {"name": "client-0", "tried": 2, "matched": 1, "covered": 1}
     assert two == {"name": "client-0", "tried": 2, "matched": 2, "covered": 2}
-
-
-def test_a_likelier_sibling_that_comes_first_is_no_match(engine: Engine) -> None:
-    """What was drawn is the first choice, wherever it stands among the nodes."""
-    engine.attach("one")
-    engine.say("one", drafts(1, 3, (9, -1, 1, -0.1), (8, -1, 0, -2.0)))
-    assert engine.step().tree(0).source.tolist() == [1, 0]
-    engine.tokens["0"].append(9)
-    engine.step()
-    (state,) = [engine.drafter.state()["one"]["requests"]["0"]]
-    assert (state["tried"], state["matched"], state["covered"]) == (1, 0, 1)
 
 
 def test_a_drafter_drafts_for_those_that_it_is_assigned(engine: Engine) -> None:

@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ import pytest
 pytest.importorskip("ray")
 
 from tests.unit.cluster.standin import answer, token
+from tests.waiting import until
 from vllm_specrollout.cluster import GroupError, SpecGroup
 from vllm_specrollout.cluster.profiles import DrafterProfile
 from vllm_specrollout.cluster.rates import AffineTime
@@ -44,6 +44,10 @@ def group(_standin: None) -> Iterator[SpecGroup]:
 
 def params(count: int, longest: int = 60) -> list[dict[str, Any]]:
     return [{"seed": i, "max_tokens": longest if i == 0 else 5 + i, "logprobs": 0} for i in range(count)]
+
+
+def are_up(group: SpecGroup) -> bool:
+    return all(one["is_up"] for one in group.status()["engines"].values())
 
 
 def pids(group: SpecGroup) -> list[int]:
@@ -120,7 +124,7 @@ def test_weights_that_cannot_be_brought_are_an_error_and_good_ones_mend_it(group
     with pytest.raises(GroupError, match="2 of 2 engines could not follow: .*AttributeError: nonsense"):
         group.update_weights("nonsense")
     group.update_weights("load", number=0)
-    assert all(one["is_up"] for one in group.status()["engines"].values())
+    assert are_up(group)
 
 
 def test_a_group_that_sleeps_answers_nothing_and_epochs_count_on(group: SpecGroup) -> None:
@@ -140,10 +144,7 @@ def test_an_engine_killed_amid_a_batch_costs_no_token_and_comes_back_with_the_gr
     threading.Timer(0.2, os.kill, (victim, signal.SIGKILL)).start()
     found = group.generate([[i // 2] for i in range(6)], asked)
     assert [list(one.token_ids) for one in found] == [answer(one, weights=3) for one in asked]
-    end = time.monotonic() + 120
-    while not all(one["is_up"] for one in group.status()["engines"].values()):
-        assert time.monotonic() < end
-        group.generate([[1]], {"max_tokens": 20})
+    until(lambda: group.generate([[1]], {"max_tokens": 20}) and are_up(group), 120.0)
     assert group.status()["lost"] == lost + 1 and victim not in pids(group)
     assert {own[0].version for own in group.collective_rpc("at")} == {version}
     group.update_weights("load", number=0)
@@ -153,10 +154,7 @@ def test_an_engine_that_has_just_died_is_left_out_of_what_all_are_asked(group: S
     first, second = pids(group)
     os.kill(first, signal.SIGKILL)
     assert pids(group) == [second]
-    end = time.monotonic() + 120
-    while second in pids(group) and len(pids(group)) < 2:
-        assert time.monotonic() < end
-        group.generate([[1]], {"max_tokens": 20})
+    until(lambda: group.generate([[1]], {"max_tokens": 20}) and are_up(group), 120.0)
 
 
 @pytest.mark.nightly
@@ -260,10 +258,8 @@ def test_drafters_and_the_ladder_are_chosen_by_what_is_known_of_them() -> None:
     for profiles, ladder, begun in (([bad, good], "attach", "good"), ([bad], "move", ""), ([], "move", "")):
         engine = {"profiles": profiles}
         with SpecGroup("model", engines=1, drafters="auto", cpus=0.1, devices=["cpu:0"], engine=engine) as group:
-            end = time.monotonic() + 60
-            while (status := group.status())["engines"]["engine-0"]["drafter"] != begun:
-                assert time.monotonic() < end
-            assert status["ladder"] == ladder
+            until(lambda group=group, begun=begun: group.status()["engines"]["engine-0"]["drafter"] == begun)
+            assert group.status()["ladder"] == ladder
         with pytest.raises(GroupError, match="the group is closed"):
             group.status()
 
@@ -278,9 +274,7 @@ def test_an_idle_engines_drafter_is_lent_within_a_group_and_calls_that_wait_end_
     with SpecGroup("model", ladder="attach", drafters=["small"], cpus=0.2, devices=["cpu:0", "cpu:1"]) as group:
         task = threading.Thread(target=_waits, args=(group, errors := []))
         task.start()
-        end = time.monotonic() + 60
-        while not group.status()["lent"]:
-            assert time.monotonic() < end
+        until(lambda: group.status()["lent"])
     task.join(60.0)
     assert not task.is_alive() and errors == ["the group is closed"]
 

@@ -78,14 +78,6 @@ def test_a_drafter_that_is_always_right_saves_most_steps() -> None:
     assert rollout.link.counts.wasted == 0
 
 
-def test_a_drafter_that_is_never_right_costs_no_step() -> None:
-    rollout = Rollout(1, [60], [4], 2)
-    rollout.engine.accuracy = (0.0, 0.0)
-    rollout.run()
-    rollout.check()
-    assert rollout.steps == 60
-
-
 def test_an_alternative_that_holds_saves_the_step_behind_it() -> None:
     saved = []
     for fan_out in (1, 2):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from types import TracebackType
@@ -190,21 +190,6 @@ class SpecGroup:
     async def agenerate(self, prompts: Sequence[str | Sequence[int]], params: Any, *, lora: Any = None) -> list[Answer]:
         """As `generate`, for a driver that goes on meanwhile."""
         return await asyncio.wrap_future(self._given(self._generate(prompts, params, lora)))
-
-    async def astream(
-        self, prompts: Sequence[str | Sequence[int]], params: Any, *, lora: Any = None
-    ) -> AsyncIterator[tuple[int, Answer]]:
-        """As `stream`."""
-        answers = self._stream(prompts, params, lora)
-        try:
-            while True:
-                found = await asyncio.wrap_future(self._given(_next(answers)))
-                if found is None:
-                    break
-                yield found
-        finally:
-            if not self._is_closed:
-                await asyncio.wrap_future(self._given(answers.aclose()))
 
     def update_weights(self, method: str = "reload_weights", **kwargs: Any) -> int:
         """New weights for all, by a method of vLLM's workers; returns the weights' version.
