@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specrollout._core import Received
+from vllm_specrollout import _core
 from vllm_specrollout.cluster.child import DrafterProcess, DrafterProcessError
 from vllm_specrollout.cluster.mail import Box
 from vllm_specrollout.cluster.messages import (
@@ -34,7 +34,7 @@ from vllm_specrollout.cluster.messages import (
     Told,
     Work,
 )
-from vllm_specrollout.types import DraftLimits, FloatArray, IntArray, RequestBatch, RequestView
+from vllm_specrollout.types import DraftLimits, IntArray, RequestBatch, RequestView, TreeBatch
 
 logger = logging.getLogger("vllm.specrollout")
 
@@ -69,19 +69,6 @@ class Score:
 
     def __sub__(self, other: Score) -> Score:
         return Score(self.tried - other.tried, self.matched - other.matched, self.covered - other.covered)
-
-
-@dataclass(frozen=True, slots=True)
-class Fitting:
-    """What of the trees that came may be verified next, over the requests of a batch."""
-
-    # [R + 1]
-    node_start: IntArray
-    # [N] tokens; index of the parent within the tree, -1: depth 1; log probability; 1: first choice behind its parent
-    token_ids: IntArray
-    parents: IntArray
-    log_q: FloatArray
-    is_first: IntArray
 
 
 @dataclass(slots=True)
@@ -155,7 +142,7 @@ class Link:
         self.beats: deque[Work] = deque(maxlen=_BEATS)
         """What the drafter did, each in a second or so; the newest last."""
         self._mail, self._sampling, self._vocab_size, self._clock = mail, sampling, vocab_size, clock
-        self._received = Received()
+        self._received = _core.Received()
         self._closed: list[int] = []
         # how drafts fared in requests that are over, as it was asked last
         self._asked = Score()
@@ -246,17 +233,22 @@ class Link:
             self._share, self._sharers = place, sharers
             self.restrict(self.only)
 
-    def propose(self, batch: RequestBatch, texts: list[IntArray], limits: DraftLimits, wanted: IntArray) -> Fitting:
+    def propose(
+        self, batch: RequestBatch, texts: list[IntArray], limits: DraftLimits, wanted: IntArray, source: int
+    ) -> TreeBatch:
         """Tell the drafter how the requests stand; what of its drafts may be verified next.
 
         Args:
             texts: [R] tokens of each request.
             wanted: [R] int32: most nodes.
+            source: of first choices; the choices beside them count as the next one's.
         """
         handles = self._tell(batch, texts)
-        fitting = Fitting(*self._received.fit(handles, texts, wanted, limits.max_depth, limits.is_chain))
-        self.counts.nodes += len(fitting.token_ids)
-        return fitting
+        fitting = self._received.fit(handles, texts, wanted, limits.max_depth, limits.is_chain)
+        node_start, token_ids, parents, log_q, is_first = fitting
+        self.counts.nodes += len(token_ids)
+        depth = _core.depths(node_start, parents, batch.size)
+        return TreeBatch(batch.request_ids, node_start, token_ids, parents, log_q, source + 1 - is_first, depth)
 
     def forget(self, request_id: str) -> None:
         """The request is over, or drafted for elsewhere."""
@@ -358,18 +350,11 @@ class Link:
 
     # --- what it says ------------------------------------------------------------------------------------------------
 
-    def _put(self, message: Drafted) -> None:
-        counts = self.counts
+    def _put(self, own: Drafted) -> None:
+        counts, index = self.counts, (own.handles, own.positions, own.node_start)
         try:
             counts.trees += self._received.put(
-                message.handles,
-                message.positions,
-                message.node_start,
-                message.token_ids,
-                message.parents,
-                message.ranks,
-                message.log_q,
-                self._vocab_size,
+                *index, own.token_ids, own.parents, own.ranks, own.log_q, self._vocab_size
             )
         except ValueError as error:
             if not counts.malformed:
