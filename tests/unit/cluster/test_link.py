@@ -4,6 +4,7 @@ import json
 import logging
 import random
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -254,33 +255,12 @@ def test_a_drafter_that_does_not_keep_up_is_begun_with_anew(engine: Engine) -> N
     assert isinstance(told, Told) and len(told.opened) == 2 and set(longs(told.closed).tolist()) >= {1, 2}
 
 
-class Process:
-    """A drafter's process that ends, or cannot be kept alive."""
-
-    def __init__(self) -> None:
-        self.has_ended = self.is_lost = self.is_dismissed = self.is_ready = False
-        self.killed = self.restarts = 0
-        self.pid = 7
-
-    def watch(self) -> bool:
-        if self.is_lost:
-            raise DrafterProcessError("the drafter's process ended", "look at its log")
-        return self.has_ended
-
-    def kill(self) -> None:
-        self.killed += 1
-
-    def dismiss(self) -> None:
-        self.is_dismissed = True
-
-    def stop(self) -> None:
-        self.is_dismissed = True
-
-
-def begun(engine: Engine) -> tuple[Link, Process]:
-    process: Any = Process()
+def begun(engine: Engine, hello: Hello = HELLO) -> tuple[Link, Any]:
+    """A drafter whose process is the engine's."""
+    process = Mock(pid=7, restarts=0, is_ready=False)
+    process.watch.return_value = False
     link = engine.drafter.link("own", engine.connect("ipc://one"), process)
-    engine.say("one", HELLO)
+    engine.say("one", hello)
     engine.step()
     assert process.is_ready
     return link, process
@@ -291,10 +271,11 @@ def test_a_process_that_hangs_is_killed_and_its_successor_drafts(engine: Engine)
     engine.tokens["0"].append(7)
     engine.step()
     engine.now += HANG_S + 1.0
-    process.has_ended = True
+    process.watch.return_value = True
     engine.step()
-    assert process.killed == 1 and not link.is_there
-    process.has_ended = False
+    process.kill.assert_called_once_with()
+    assert not link.is_there
+    process.watch.return_value = False
     engine.say("one", HELLO)
     engine.step()
     engine.say("one", drafts(3, 4, (9, -1, 0, -0.5)))
@@ -303,19 +284,16 @@ def test_a_process_that_hangs_is_killed_and_its_successor_drafts(engine: Engine)
 
 def test_a_process_that_cannot_be_kept_alive_fails_nothing(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     link, process = begun(engine)
-    process.is_lost = True
+    process.watch.side_effect = DrafterProcessError("the drafter's process ended", "look at its log")
     with caplog.at_level(logging.WARNING, "vllm.specrollout"):
         for _ in range(3):
             assert engine.step().num_nodes == 0
-    assert len(caplog.records) == 1 and link.error and process.is_dismissed
+    assert len(caplog.records) == 1 and link.error and process.dismiss.called
 
 
 def test_a_process_of_the_engines_with_another_vocabulary_ends_and_keeps_no_memory(engine: Engine) -> None:
-    process: Any = Process()
-    engine.drafter.link("own", engine.connect("ipc://one"), process)
-    engine.say("one", Hello(VERSION, 7))
-    engine.step()
-    assert process.is_dismissed and engine.drafter.totals()[0] == 0
+    _, process = begun(engine, Hello(VERSION, 7))
+    assert process.dismiss.called and engine.drafter.totals()[0] == 0
 
 
 def test_a_request_longer_than_a_message_decodes_plainly_and_the_others_are_drafted_for(

@@ -117,18 +117,9 @@ def test_a_miss_costs_at_most_what_may_be_drafted_behind_a_token() -> None:
 
 def test_drafting_goes_on_after_the_drafter_has_begun_anew() -> None:
     rollout = Rollout(8, [400], [4], 2)
-    for _ in range(20):
-        for _ in range(4):
-            rollout.turn()
-        rollout.step()
-    assert rollout.accepted > 10
+    assert rollout.gained(20) > 10
     rollout.others[0].restart()
-    before = rollout.accepted
-    for _ in range(20):
-        for _ in range(4):
-            rollout.turn()
-        rollout.step()
-    assert rollout.accepted > before + 10
+    assert rollout.gained(20) > 10
     rollout.run()
     rollout.check()
 
@@ -136,23 +127,14 @@ def test_drafting_goes_on_after_the_drafter_has_begun_anew() -> None:
 def test_a_drafter_that_sleeps_holds_no_request_and_drafts_all_of_them_once_it_is_awake() -> None:
     rollout = Rollout(8, [400, 400], [4], 2)
     other = rollout.others[0]
-
-    def steps(count: int) -> int:
-        before = rollout.accepted
-        for _ in range(count):
-            for _ in range(4):
-                rollout.turn()
-            rollout.step()
-        return rollout.accepted - before
-
-    assert steps(20) > 10
+    assert rollout.gained(20) > 10
     other.wire.to_drafter.append((next(iter(other.serving.targets)), encode(Rest(True))))
     rollout.turn()
     assert other.engine.is_asleep and not other.lines
-    steps(2)  # what came before
-    assert steps(20) == 0 and rollout.link.is_there, "it is known to live"
+    rollout.gained(2)  # what came before
+    assert rollout.gained(20) == 0 and rollout.link.is_there, "it is known to live"
     other.wire.to_drafter.append((next(iter(other.serving.targets)), encode(Rest(False))))
-    assert steps(20) > 10 and len(other.lines) == 2
+    assert rollout.gained(20) > 10 and len(other.lines) == 2
     rollout.run()
     rollout.check()
 
