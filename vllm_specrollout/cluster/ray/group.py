@@ -6,7 +6,6 @@ All that a group knows lies in one event loop, on a thread of its own. Calls fro
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -29,8 +28,6 @@ from vllm_specrollout.config.arguments import check_engine, check_name
 from vllm_specrollout.config.checks import check_choice, check_range
 from vllm_specrollout.config.devices import Devices, check_apart, parse_devices
 from vllm_specrollout.errors import ConfigError
-
-logger = logging.getLogger("vllm.specrollout")
 
 REPLICA = "vllm_specrollout.server.replica:Replica"
 AUTO = "auto"
