@@ -10,7 +10,6 @@ import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import msgspec
@@ -255,9 +254,7 @@ class SpecGroup:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # --- in the loop --------------------------------------------------------------------------------------------------
