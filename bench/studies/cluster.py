@@ -1,4 +1,4 @@
-"""One batch on many engines, event by event, decided by what the product decides: `ladder.decide`, at every beat.
+"""One batch on many engines, event by event, decided by the product's own `ladder.decide` and `lend`, at every beat.
 
 Between two events an engine's batch is what it was, so all its steps until then are one event: each request advances by
 its mean tokens per step. An event is the end of an answer, a beat, or a failure. Time is in milliseconds.

@@ -247,11 +247,6 @@ class Driver:
     # --- engines that come and go -------------------------------------------------------------------------------------
 
     @property
-    def is_brought(self) -> bool:
-        """Whether all engines that are up are where the group is, or have refused to get there."""
-        return all(one.version in (None, BEHIND, self.wanted.version) for one in self.engines.values())
-
-    @property
     def starting(self) -> list[str]:
         """Engines that load."""
         return [name for name, one in self.engines.items() if one.version is None]
@@ -269,7 +264,8 @@ class Driver:
         for one in self.engines.values():
             if one.version is not None:
                 one.version = self.wanted.version - 1  # one that was behind is on its way again
-        await self.until(lambda: self.is_brought)
+        # those that are up are there, or have refused to get there
+        await self.until(lambda: all(o.version in (None, BEHIND, self.wanted.version) for o in self.engines.values()))
         self.check_any()
         if behind := self._behind():
             count = sum(one.version == BEHIND for one in self.engines.values())

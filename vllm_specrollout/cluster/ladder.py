@@ -108,7 +108,8 @@ class Prices:
 
     def stepped(self, batch: int, seconds: float) -> None:
         """A step of `batch` requests took so long."""
-        self._steps[batch] = self._mean(self._steps.get(batch), seconds)
+        old = self._steps.get(batch, seconds)
+        self._steps[batch] = old + self._NEWEST * (seconds - old)
 
     def filled(self, tokens: int, seconds: float) -> None:
         """So many tokens of prompts were computed, in steps that took so much longer for them."""
@@ -135,9 +136,6 @@ class Prices:
             if left <= 0:
                 return tokens * seconds / count
         return None
-
-    def _mean(self, old: float | None, new: float) -> float:
-        return new if old is None else old + self._NEWEST * (new - old)
 
 
 def decide(

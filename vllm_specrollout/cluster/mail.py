@@ -88,27 +88,39 @@ def parse(text: str) -> Address:
 
 
 class _MailEnd:
-    """A socket, what reads it, and a context of its own, so that nobody's last words wait for another's."""
+    """A socket, what reads it, and a context of its own, so that nobody's last words wait for another's.
 
-    def __init__(self, kind: int, where: Address, read: Callable[[bytes], Any], key: str, *, is_brief: bool) -> None:
+    Args:
+        address: ipc://PATH or tcp://HOST:PORT, as of the class.
+        read: what bytes say; by default, between an engine and a drafter.
+        key_file: of tcp; empty: as the variable says.
+        is_brief: whether next to nothing is queued, as of the class.
+    """
+
+    _kind = zmq.DEALER
+
+    def __init__(
+        self, address: str, read: Callable[[bytes], Any] = decode, key_file: str = "", is_brief: bool = False
+    ) -> None:
+        where = parse(address)
         self.malformed = self.dropped = 0
         """Messages that were none, and that could not be sent."""
         self._read = read
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         _contexts.add(self._context)
         try:
-            made = self._socket = self._context.socket(kind)
+            made = self._socket = self._context.socket(self._kind)
             made.linger = 0
             made.sndhwm = made.rcvhwm = HIGH_WATER
             # longer ones end the connection before memory is taken for them
             made.maxmsgsize = MOST_BYTES + _ENCRYPTED
             made.ipv6 = "[" in where.host
-            self._open(where, bytes.fromhex(key), is_brief=is_brief)
+            self._open(where, key_file, is_brief=is_brief)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, where: Address, key: bytes, *, is_brief: bool) -> None:
+    def _open(self, where: Address, key_file: str, *, is_brief: bool) -> None:
         raise NotImplementedError
 
     def wait(self, timeout_s: float) -> bool:
@@ -147,39 +159,29 @@ class _MailEnd:
 
 
 class Office(_MailEnd):
-    """The end that serves.
-
-    Args:
-        address: ipc://PATH or tcp://HOST:PORT; port 0 is any free one.
-        read: what bytes say; by default, between an engine and a drafter.
-        key_file: of tcp; made where it is not there. Empty: as the variable says.
-        is_brief: whether two messages of each engine wait to be heard, at most.
+    """The end that serves; port 0 is any free one. A key file that is not there is made. Where it is brief, two
+    messages of each engine wait to be heard, at most.
 
     Raises:
         ConfigError: no such address, or no key.
         MailError: it is in use, or not this host's.
     """
 
+    _kind = zmq.ROUTER
     _file: tuple[Path, os.stat_result] | None = None
 
-    def __init__(
-        self, address: str, read: Callable[[bytes], Any] = decode, key_file: str = "", is_brief: bool = False
-    ) -> None:
-        where = parse(address)
+    def _open(self, where: Address, key_file: str, *, is_brief: bool) -> None:
+        own = self._socket
+        # only those get in who know the key; ipc has its file's owner
         if where.path is not None:
             _claim(where.path)
-        # only those get in who know it; ipc has its file's owner
-        key = "" if where.path is not None else key_of("--key-file", key_file, makes=True)
-        super().__init__(zmq.ROUTER, where, read, key, is_brief=is_brief)
-
-    def _open(self, where: Address, key: bytes, *, is_brief: bool) -> None:
-        own = self._socket
+        else:
+            key = key_of("--key-file", key_file, makes=True)
+            own.curve_server, own.curve_secretkey = True, z85.encode(bytes.fromhex(key))
         if is_brief:
             # not of what is sent: ZeroMQ hears late that a message has left, and an answer would be refused
             own.rcvhwm = 2
         own.router_mandatory = True  # a full queue and an engine that is gone are errors, not silence
-        if key:
-            own.curve_server, own.curve_secretkey = True, z85.encode(key)
         try:
             own.bind(where.endpoint)
         except zmq.ZMQError as error:
@@ -219,38 +221,26 @@ class Office(_MailEnd):
 
 
 class Box(_MailEnd):
-    """An engine's end. A drafter that is not there yet, or begun anew, is found whenever it comes.
-
-    Args:
-        address: of the drafter.
-        read: what bytes say; by default, between an engine and a drafter.
-        key_file: of tcp; empty: as the variable says.
-        is_brief: whether one message is queued at most, and only while the other end is there.
+    """An engine's end. A drafter that is not there yet, or begun anew, is found whenever it comes. Where it is brief,
+    one message is queued at most, and only while the other end is there.
 
     Raises:
         ConfigError: no such address, or no key for one of tcp.
     """
 
-    def __init__(
-        self, address: str, read: Callable[[bytes], Any] = decode, key_file: str = "", is_brief: bool = False
-    ) -> None:
-        where = parse(address)
-        if where.path is None and (where.host == "*" or not where.port):
-            cause = f"`{where.endpoint}` names no end to connect to"
-            raise ConfigError(cause, "only a drafter may leave host (`*`) or port (0) open")
-        self.address = where.endpoint
-        key = "" if where.path is not None else key_of("key_file", key_file)
-        super().__init__(zmq.DEALER, where, read, key, is_brief=is_brief)
-
-    def _open(self, where: Address, key: bytes, *, is_brief: bool) -> None:
-        own = self._socket
+    def _open(self, where: Address, key_file: str, *, is_brief: bool) -> None:
+        own, self.address = self._socket, where.endpoint
         own.reconnect_ivl, own.reconnect_ivl_max = _RECONNECT_MS, _MOST_RECONNECT_MS
         if is_brief:
             own.sndhwm, own.immediate = 1, True
-        if key:
+        if where.path is None:
+            if where.host == "*" or not where.port:
+                cause = f"`{where.endpoint}` names no end to connect to"
+                raise ConfigError(cause, "only a drafter may leave host (`*`) or port (0) open")
             # what it is asked for is the key of the other end; its own says nothing
+            key = key_of("key_file", key_file)
             own.curve_publickey, own.curve_secretkey = zmq.curve_keypair()
-            own.curve_serverkey = zmq.curve_public(z85.encode(key))
+            own.curve_serverkey = zmq.curve_public(z85.encode(bytes.fromhex(key)))
         try:
             own.connect(where.endpoint)
         except zmq.ZMQError as error:

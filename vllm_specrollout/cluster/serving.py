@@ -6,7 +6,6 @@ mail are given. One process drafts for any number of engines at once; a pass is 
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -32,8 +31,6 @@ from vllm_specrollout.cluster.messages import (
     ints,
     longs,
 )
-
-logger = logging.getLogger("vllm.specrollout")
 
 BEAT_S = 1.0
 """Seconds after which an engine that speaks hears something, if there are no drafts for it."""

@@ -283,19 +283,6 @@ async def test_a_transfers_calls_have_an_order_and_each_engine_its_ranks() -> No
     assert {engine.weights for engine in world.alive.values()} == {1}
 
 
-async def test_an_engine_that_comes_back_gets_no_request_before_it_has_the_groups_weights() -> None:
-    world = World(2)
-    await world.settle()
-    await world.until(world.driver.bring(update=(1, "load", {"number": 1})))
-    world.kill("engine-0")
-    asked = world.ask(4)
-    world.driver.beat()
-    await world.turn()
-    assert not world.driver.engines["engine-0"].running and world.alive["engine-0"].weights == 0
-    for request, found in (await world.finish(asked)).items():
-        assert list(found.token_ids) == answer(asked[request].params, weights=1)
-
-
 async def test_siblings_go_to_one_engine_whose_home_is_remembered_of_so_many_problems(monkeypatch: Any) -> None:
     monkeypatch.setattr(driver, "MOST_PROBLEMS", 3)
     world = World(2)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import random
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
+from tests.waiting import until
 from vllm_specrollout.cluster.lending import LENT, PATIENCE_S, Lending
 from vllm_specrollout.errors import ConfigError
 
@@ -195,19 +195,6 @@ def test_an_engine_that_fails_is_left_out_and_what_it_lent_is_taken_back(
     assert not stage.lending.status()["engines"]["b"]["wrong"]
 
 
-def test_nothing_is_decided_on_what_an_engine_said_before_it_was_told_something() -> None:
-    busy, idle = Fake(["r1"]), Fake()
-    stage = Stage({"a": busy, "b": idle})
-    stage.beats(1)
-    busy.held = []
-    stage.beats(8)
-    assert len(busy.held) == 1
-    busy.release()
-    stage.beats()
-    assert busy.borrowed == {"b": ["r1"]}
-    assert busy.calls.count("attach_drafter") == 1 == stage.lending.lent
-
-
 def test_each_engine_begins_the_drafter_that_is_named_unless_it_has_one() -> None:
     busy, idle = Fake(["r1"], drafter=False), Fake()
     stage = Stage({"a": busy, "b": idle}, drafter="tiny", devices=["cpu:0"], drafter_engine={"dtype": "float32"})
@@ -255,10 +242,7 @@ def test_a_thread_looks_until_it_is_closed() -> None:
     busy, idle = Fake(["r1"]), Fake()
     lending = Stage({"a": busy, "b": idle}).lending
     lending.start()
-    end = time.monotonic() + 60.0
-    while not busy.borrowed:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: busy.borrowed)
     lending.close()
     assert lending._thread is not None
     lending._thread.join(60.0)

@@ -99,25 +99,6 @@ def test_a_drafter_drafts_from_the_step_after_its_greeting_for_requests_in_fligh
     assert engine.step().tree(0).token_ids.tolist() == [9]
 
 
-def test_what_is_said_in_a_step_is_one_message_for_the_whole_batch(engine: Engine) -> None:
-    engine.attach("one")
-    engine.heard("one")
-    engine.step()
-    assert engine.heard("one") == [], "nothing is new"
-    engine.tokens["0"] += [7, 8]
-    engine.tokens["1"] += [9]
-    engine.step()
-    (told,) = engine.heard("one")
-    assert isinstance(told, Told) and longs(told.handles).tolist() == [1, 2]
-    assert ints(told.counts).tolist() == [2, 1] and ints(told.token_ids).tolist() == [7, 8, 9]
-    engine.drafter.forget("0")
-    engine.tokens.pop("0")
-    engine.tokens["1"] += [3]
-    engine.step()
-    (told,) = engine.heard("one")
-    assert isinstance(told, Told) and longs(told.closed).tolist() == [1] and longs(told.handles).tolist() == [2]
-
-
 def test_branches_of_two_drafters_are_one_tree(engine: Engine) -> None:
     for name in ("one", "two"):
         engine.attach(name)

@@ -6,12 +6,10 @@ All that a group knows lies in one event loop, on a thread of its own. Calls fro
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import msgspec
@@ -29,8 +27,6 @@ from vllm_specrollout.config.arguments import check_engine, check_name
 from vllm_specrollout.config.checks import check_choice, check_range
 from vllm_specrollout.config.devices import Devices, check_apart, parse_devices
 from vllm_specrollout.errors import ConfigError
-
-logger = logging.getLogger("vllm.specrollout")
 
 REPLICA = "vllm_specrollout.server.replica:Replica"
 AUTO = "auto"
@@ -258,9 +254,7 @@ class SpecGroup:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # --- in the loop --------------------------------------------------------------------------------------------------
