@@ -5,9 +5,9 @@ a says how much the model's log probabilities count, b the noise. A copy of the 
 that knows little has b near 0; greedy requests have no noise, and an a of their own. The likeliest token is what is
 drafted, and its probability is what budgets count with.
 
-Both are learned by maximum likelihood from the tokens that the target took: one Newton step for each batch of them, over
-sums in which older ones fade (recursive likelihood, as in Ljung and Soederstroem, "Theory and practice of recursive
-identification", 1983, section 3.6). Nothing waits for the host: a device's are learned there.
+Both are learned by maximum likelihood from the tokens that the target took: one Newton step for each batch of them,
+over sums in which older ones fade (recursive likelihood, as in Ljung and Soederstroem, "Theory and practice of
+recursive identification", 1983, section 3.6). Nothing waits for the host: a device's are learned there.
 """
 
 from __future__ import annotations
