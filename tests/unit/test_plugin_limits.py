@@ -143,7 +143,7 @@ def test_every_refusal_reads_as_recorded(recorded, render_refusals, monkeypatch)
     text += "\n" + render_refusals(
         {
             "V2: batch-sharded sampling": lambda: check(engine=V2, enable_batch_sharded_sampling=True),
-            "routed experts on vLLM 0.30": lambda: on_version("0.30.0", enable_return_routed_experts=True),
+            "routed experts on vLLM 0.29": lambda: on_version("0.29.0", enable_return_routed_experts=True),
             "sampling masks on vLLM 0.31": lambda: on_version("0.31.0", return_sampling_mask=True),
             "V2: no such platform": lambda: choose(is_cpu=False, platform="TPU v5"),
             "V2: another runner than vLLM chose": lambda: engines.check_runner(engines.GPU_V2, uses_v2=False),
