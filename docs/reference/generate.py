@@ -55,7 +55,6 @@ def config_page() -> str:
         (config.SpecRolloutConfig, ""),
         (config.HistoryConfig, "history."),
         (config.NgramConfig, "ngram."),
-        (config.OracleConfig, "oracle."),
         (config.LearnConfig, "train."),
         (config.DecoupledConfig, "decoupled."),
         (config.StartedDrafter, "decoupled.drafters[]."),
