@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from .engine_process import EngineProcess
 from .engines import IN_ONE_PROCESS, OURS, STOCK, Engines, Report, sampling, write_answers
 from .models import find_model
+from .oracle import ORACLE
 from .rows import SPEEDS, Judged, Pair, Row, Run, grown, ratio
 from .scenario import ModelScenario, Session
 from .ties import JUDGE, judge
@@ -154,8 +155,8 @@ def measure_loads(
     folder, title = find_model(model, scenario.size, scenario.dtype, scenario.cache, display, is_policy=is_policy)
     report, rows = display.steps(len(loads) + 2), []
     oracle = write_answers(session.scratch / "oracle.json", {})
-    if "oracle" in spec_rollout["drafters"]:
-        spec_rollout = {**spec_rollout, "oracle": {"path": str(oracle)}}
+    if spec_rollout["drafters"] == [ORACLE]:
+        spec_rollout = {**spec_rollout, "drafters": [{"name": ORACLE, "path": str(oracle)}]}
     with scenario.make_engines(folder, report, **shape, kind=BudgetEngines, oracle=oracle) as engines:
         engines.start(STOCK)
         engines.start(OURS, spec_rollout)

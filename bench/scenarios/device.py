@@ -22,6 +22,7 @@ from ..kernels.shapes import Cell
 from ..runner.engines import IN_ONE_PROCESS, STOCK, Engines, run_round, sampling, write_answers
 from ..runner.interpreter import ENVIRONMENT as INTERPRETED
 from ..runner.models import BARE, bare_model
+from ..runner.oracle import ORACLE
 from ..runner.report import Columns, Found, Table, same
 from ..runner.rows import SPEEDS, Judged, Pair, Row, Run, grown, make_row, partings
 from ..runner.scenario import EngineScenario, Session, command, flag
@@ -149,12 +150,11 @@ class Device(EngineScenario):
     def spec_rollout(self, shape: str, oracle: Path) -> dict[str, Any]:
         """Our engine's configuration; requests choose their own number of drafts."""
         return {
-            "drafters": ["oracle", *(["ngram"] if "ngram" in self.arms else [])],
+            "drafters": [{"name": ORACLE, "path": str(oracle)}, *(["ngram"] if "ngram" in self.arms else [])],
             "budget": self.budget,
             "shape": shape,
             "max_draft_tokens": self.most_nodes,
             "max_depth": self.most_nodes,
-            "oracle": {"path": str(oracle)},
         }
 
     def environment(self) -> dict[str, str]:

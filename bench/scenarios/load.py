@@ -15,6 +15,7 @@ from vllm_specrollout.config import BUDGETS, MAX_NODES
 from ..policy.reward import problems
 from ..runner.budgets import AUTO, Budget, BudgetEngines, ComparedRow, Waves, compared, measure_loads
 from ..runner.engines import OURS, run_round
+from ..runner.oracle import ORACLE
 from ..runner.report import Found
 from ..runner.rows import Pair, Run, make_row
 from ..runner.scenario import ModelScenario, Session, command, flag
@@ -98,7 +99,7 @@ class Ramp(ModelScenario):
     def measure(self, session: Session) -> Found:
         assert self.tokens is not None
         length = (4 if self.is_tail else 1) * PROMPT_LEN + self.tokens + 1
-        most, drafters = self.max_draft_tokens, list(DRAFTERS) if self.is_tail else ["oracle"]
+        most, drafters = self.max_draft_tokens, list(DRAFTERS) if self.is_tail else [ORACLE]
         more: dict[str, Any] = {
             "shape": {"seqs": self.seqs, "length": length, "width": 4 * PROMPT_LEN},
             "spec_rollout": {"drafters": drafters, "max_draft_tokens": most, "max_depth": most},

@@ -13,6 +13,7 @@ from vllm_specrollout.errors import ConfigError
 
 from ..runner.budgets import AUTO, Budget, BudgetEngines, ComparedRow, Waves, compared, measure_loads
 from ..runner.engines import run_round
+from ..runner.oracle import ORACLE
 from ..runner.plots import plot_sweep
 from ..runner.report import Found
 from ..runner.rows import Judged, Pair, Run, first_difference, make_row, speedup
@@ -92,7 +93,7 @@ class Sweep(ModelScenario):
     def spec_rollout(self) -> dict[str, Any]:
         """Our engine's configuration: chains, as long as the longest asked for."""
         longest = max(self.drafts)
-        drafters = ["oracle"] if self.accuracies else list(DRAFTERS)
+        drafters = [ORACLE] if self.accuracies else list(DRAFTERS)
         return {"drafters": drafters, "shape": "chain", "max_draft_tokens": longest, "max_depth": longest}
 
     def measure(self, session: Session) -> Found:
