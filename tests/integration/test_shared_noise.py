@@ -79,7 +79,9 @@ def test_the_noise_so_far_ahead_is_what_the_sampler_will_choose_with() -> None:
     rng = np.random.default_rng(4)
     seeds = rng.integers(0, 2**31, 500)
     logits = torch.from_numpy(rng.normal(size=(500, VOCAB)).astype(np.float32) * 2)
-    tapes = [SimpleNamespace(tape=SeedTape(lambda count, own=own: np.arange(own, own + count))) for own in seeds.tolist()]
+    tapes = [
+        SimpleNamespace(tape=SeedTape(lambda count, own=own: np.arange(own, own + count))) for own in seeds.tolist()
+    ]
     noise = SeedNoise("raw_logprobs")
     tokens = torch.from_numpy(rng.permuted(np.tile(np.arange(VOCAB), (500, 1)), axis=1))
     for depth in (0, 3):

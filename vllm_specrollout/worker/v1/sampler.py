@@ -14,6 +14,7 @@ from itertools import repeat
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
