@@ -126,12 +126,12 @@ class DeviceDrafts:
             levels = self._speculator.num_speculative_steps = 1 if self.is_covered and not dummy_run else self._depth
             if features.installed().drafts_few:
                 kwargs["num_speculative_tokens"] = levels
-            if self.model is not None and not dummy_run:
-                self.model.learn()
-                self._begin_trees(input_batch, levels)
+            is_taken = self.model is not None and not dummy_run
+            if is_taken:
+                self._begin_model(input_batch, levels)
             input_batch, args = self.rearranged(input_batch, args)
             modelled = self._propose(input_batch, *args, dummy_run=dummy_run, **kwargs)[:, :levels]
-            if self.model is not None and not dummy_run:
+            if is_taken:
                 self.model.watch(input_batch, modelled)
         if dummy_run:
             shape = input_batch.num_reqs, self.width
@@ -153,11 +153,13 @@ class DeviceDrafts:
                 known[: len(rows)] = group.broadcast(known[: len(rows)].clone(), src=0)
         return words[rows, : self.width].long()
 
-    def _begin_trees(self, batch: InputBatch, levels: int) -> None:
-        """The model is told of the requests before its passes, if it may draft trees of several nodes a level."""
-        if self.model.beams is None or not self.may_branch or self.is_paused or levels < 2:
-            return
+    def _begin_model(self, batch: InputBatch, levels: int) -> None:
+        """Before its passes the model learns of the last ones, and is told of the requests if several nodes of a level
+        may go on."""
         try:
+            self.model.learn()
+            if self.model.beams is None or not self.may_branch or self.is_paused or levels < 2:
+                return
             _, sent = self._told_now = self._tell(batch)
             self.model.begin(sent[3], sent[2], self.most)
         except CONTAINED as error:
