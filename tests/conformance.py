@@ -18,7 +18,6 @@ from vllm_specrollout.drafters.base import Drafter
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.metrics import Metrics
-from vllm_specrollout.observe.timeline import TimelineListener
 from vllm_specrollout.replay.recorder import Recorder
 
 DRAFTERS: list[type[Drafter]] = [
@@ -36,5 +35,5 @@ BUDGETS: list[type[Budget]] = [
     test_speculator.Remembers,
     test_v1_small.Forgets,
 ]
-LISTENERS: list[type[Listener]] = [Metrics, Recorder, SwitchCounter, TimelineListener]
+LISTENERS: list[type[Listener]] = [Metrics, Recorder, SwitchCounter]
 ELSEWHERE: list[type[Elsewhere]] = [DecoupledDrafter]
