@@ -51,7 +51,7 @@ def _plan() -> None:
     """What to set up before an engine starts. Needs neither vLLM nor a GPU."""
 
 
-@app.command("decoupled")
+@app.command("decoupled", short_help="Which model drafts, and on which devices.")
 def plan_decoupled_command(
     gpus: Annotated[int, typer.Option(help="Devices of the cluster.", show_default=False)],
     batch: Annotated[int, typer.Option(help="Requests of a rollout, over all devices.", show_default=False)],
