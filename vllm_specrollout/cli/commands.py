@@ -241,7 +241,7 @@ app.add_typer(history.app, name="history", short_help="Look into, merge, trim or
 app.command("profile", short_help="Measure a model's decode steps on this host.")(profile.profile)
 app.command("replay", short_help="Run budgets on recorded rollouts again.")(replay.replay_command)
 app.command("train-head", short_help="Train a head that drafts, from rollouts.")(train_head.train_head)
-app.add_typer(plan.app, name="plan")
+app.command("plan", short_help="Which model drafts, and on which devices.")(plan.plan_command)
 app.command("drafter", short_help="Draft for engines in other processes.")(processes.serve_drafts)
 app.add_typer(dev, name="dev")
 
