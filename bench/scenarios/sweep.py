@@ -13,8 +13,8 @@ from vllm_specrollout.errors import ConfigError
 
 from ..runner.budgets import AUTO, Budget, BudgetEngines, Waves, compared, measure_loads, reason
 from ..runner.fields import Row
-from ..runner.plots import plot_sweep
 from ..runner.oracle import ORACLE
+from ..runner.plots import plot_sweep
 from ..runner.report import Found
 from ..runner.rows import Judged, Pair, Run, first_difference, make_row, speedup
 from ..runner.scenario import ModelScenario, Session, command, flag
