@@ -7,12 +7,12 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from vllm_specrollout.cluster import Answer, SpecGroup
-from vllm_specrollout.cluster.ladder import LADDERS, Rules
+from vllm_specrollout.cluster.ladder import LADDERS
 from vllm_specrollout.cluster.lending import LENT
 from vllm_specrollout.cluster.planner import choose_ladder
 from vllm_specrollout.cluster.reports import Report
@@ -22,6 +22,7 @@ from vllm_specrollout.scheduling.lengths import Lengths
 from ..policy import DRAFT
 from ..policy.reward import Problem, problems
 from ..runner.engines import IN_ONE_PROCESS, PROMPT_LEN, STOCK, sampling
+from ..runner.fields import Row
 from ..runner.models import find_model, quarter_drafter
 from ..runner.plots import plot_workers
 from ..runner.report import Found, Table
@@ -50,27 +51,6 @@ class Bar:
     tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One ladder."""
-
-    ladder: str
-    # what `auto` came to in the last round
-    chosen: str
-    identical: bool
-    difference: str | None
-    # of all rounds: requests that an idle engine took over, and drafters that were lent
-    moved: int
-    lent: int
-    # seconds, median over rounds; None where an output is not stock's, as below
-    makespan_s: float | None = None
-    # of the first ladder's in the same round
-    speedup: float | None = None
-    quartiles: tuple[float, float] | None = None
-    # the same against the fastest of the ladders that are named, by their medians
-    of_best: float | None = None
-
-
 class TimedGroup(SpecGroup):
     """Notes who told of what, and when."""
 
@@ -87,7 +67,7 @@ class TimedGroup(SpecGroup):
         """The answers with a ladder, and the makespan in seconds. All ladders have the same engines and drafters."""
         if ladder == AUTO:
             ladder, _ = choose_ladder(self._run(self._profiles()))
-        self._driver.rules = Rules(ladder)
+        self._driver.ladder = ladder
         # the same problems again, with all ladders: none may know how long their answers were
         self._driver.lengths = Lengths()
         self.bars, self._newest, self.begin_s = [], {}, time.perf_counter()
@@ -253,7 +233,7 @@ class Ladder(EngineScenario):
         return f"{found.model}, {self.dtype}, {self.workers} workers, {self.requests} requests"
 
     def told(self, found: Found) -> Iterator[Table | str]:
-        yield Table([asdict(row) for row in found.rows], LADDER)
+        yield Table(found.rows, LADDER)
         yield from (f"{row.ladder}: {row.difference}" for row in found.rows if row.difference is not None)
 
     def draw(self, found: Found, path: Path) -> None:

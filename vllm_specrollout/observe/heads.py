@@ -37,10 +37,14 @@ def counted(trees: TreeBatch, result: VerifyResult, source: int, names: Collecti
     holds = np.zeros(trees.num_nodes + 1, np.bool_)
     holds[result.accepted + np.repeat(starts, result.num_accepted)] = holds[-1] = True
     parents = np.where(trees.parents < 0, -1, trees.parents + np.repeat(starts, trees.sizes))
+    owner = np.repeat(np.arange(len(starts)), trees.sizes)
     seen = (trees.source == source) & holds[parents]
     if names is not None:
-        seen &= np.repeat(np.array([name in names for name in trees.request_ids], np.bool_), trees.sizes)
-    both = (trees.depth[of] for of in (seen, seen & holds[:-1]))
+        seen &= np.array([name in names for name in trees.request_ids], np.bool_)[owner]
+    # of a parent's children the first is the likeliest; roots are told apart by their requests
+    _, first = np.unique(np.where(parents < 0, -1 - owner, parents)[seen], return_index=True)
+    nodes = np.flatnonzero(seen)[first]
+    both = (trees.depth[of] for of in (nodes, nodes[holds[nodes]]))
     return np.stack([np.bincount(depth, minlength=1 + MOST_NODES) for depth in both]).astype(np.float64)
 
 

@@ -1,8 +1,8 @@
 """What `specrollout history` says and does, and what it refuses."""
 
 import json
+import shutil
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -81,6 +81,19 @@ def test_a_file_that_nothing_was_written_to_is_one_clear_error(tmp_path):
     (tmp_path / "new.history").touch()
     with pytest.raises(HistoryError, match="no history in it yet"):
         run("inspect", tmp_path)
+
+
+def test_an_archive_is_named_with_what_it_has_of_its_nodes_or_that_it_has_nothing_yet(folder, tmp_path):
+    kept = tmp_path / "archive"
+    kept.mkdir()
+    (kept / "archive.lock").touch()
+    with pytest.raises(HistoryError, match="is an archive without answers yet(?s:.*)history.url"):
+        run("inspect", kept)
+    for number, path in enumerate(sorted(folder.glob("*.history"))):
+        shutil.copy(path, kept / f"0123456789abcdef.answers-{number:04}.history")
+    (kept / "archive.lock").unlink()
+    assert run("inspect", kept).output.startswith(f"{kept}: an archive of 16 answers, from 2 files of its nodes\n")
+    assert "archive of" not in run("inspect", folder).output
 
 
 def test_merge_writes_every_answer_once_with_its_reward(folder, tmp_path):
@@ -166,10 +179,3 @@ def test_what_cannot_be_done_is_refused_with_the_way_out(folder, tmp_path, argum
     with pytest.raises(SpecRolloutError, match=cause) as caught:
         run(*(argument.format(tmp_path) for argument in arguments))
     assert caught.value.hint
-
-
-def test_answers_read_back_are_those_that_were_merged(folder, tmp_path):
-    run("merge", folder, "--into", tmp_path / "merged.history")
-    sources = [answer for path in sorted(folder.iterdir()) for answer in answers_of(path)]
-    for one, other in zip(sources, answers_of(tmp_path / "merged.history"), strict=True):
-        assert np.array_equal(one.token_ids, other.token_ids) and one.request_id == other.request_id

@@ -57,6 +57,17 @@ def test_alternatives_and_other_drafters_nodes_do_not_count() -> None:
     assert not counted(*verdict(2, 2, source=0), SOURCE).any()
 
 
+def test_of_a_parents_children_the_first_alone_counts() -> None:
+    """Two wide trees: in the first the second child was met, and then the first below it; in the second nothing was."""
+    parents = np.array([ROOT, ROOT, 0, 1, 1] * 2, np.int32)
+    depth = np.array([1, 1, 2, 2, 2] * 2, np.int32)
+    starts, log_q = np.array([0, 5, 10], np.int32), np.full(10, -0.1, np.float32)
+    tokens, sources = np.arange(10, dtype=np.int32), np.full(10, SOURCE, np.int32)
+    wide = TreeBatch(["r0", "r1"], starts, tokens, parents, log_q, sources, depth)
+    counts = counted(wide, VerifyResult(np.array([2, 0], np.int32), np.array([1, 3], np.int32)), SOURCE)
+    assert counts[:, 1:3].tolist() == [[2, 1], [0, 1]]
+
+
 def test_requests_that_were_there_before_do_not_count() -> None:
     counts = counted(*verdict(4, 1, 4), SOURCE, {"r1"})
     assert counts[:, 1:4].tolist() == [[1, 1, 0], [1, 0, 0]]
