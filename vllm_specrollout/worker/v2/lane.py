@@ -359,6 +359,8 @@ class Lane(SpecRolloutV2):
         metadata, slots, hidden, layers, *others = args
         _, path, num_sampled = self.step.accepted
         batch, (hidden, *moved) = accepted_first(batch, path, num_sampled, [hidden, *(layers or ())])
+        # later passes write their own slots where vLLM keeps the step's
+        self._commit()
         return batch, (metadata, slots, hidden, moved if layers else layers, *others)
 
     def _withhold(self, names: list[str]) -> str:
