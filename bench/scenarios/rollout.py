@@ -15,7 +15,6 @@ from vllm_specrollout.config import BUDGETS, MAX_NODES, SpecRolloutConfig
 from vllm_specrollout.replay.files import read_trace
 from vllm_specrollout.replay.records import Trace
 from vllm_specrollout.report.rollouts import rollouts_of, steps_of
-from vllm_specrollout.report.stretches import Stretch, stretches_of
 from vllm_specrollout.report.walk import walk
 
 from ..policy.reward import problems, reward
@@ -27,6 +26,7 @@ from ..runner.plots import plot_rollout
 from ..runner.report import Found, Table, paired
 from ..runner.rows import Pair, Run, extend_sizes, ideal_rollout_speedup, make_row, row_times
 from ..runner.scenario import EngineScenario, Session, command, flag
+from ..runner.stretches import Stretch, stretches_of
 
 # the oracle needs recorded answers; and rounds repeat each other, so a history would know them all but the first
 DRAFTERS = ("ngram",)

@@ -16,7 +16,7 @@ from vllm_specrollout.cluster.profiles import Learning, kept, of_engine
 from vllm_specrollout.config import DECOUPLED_SOURCES
 from vllm_specrollout.drafters.keeping import KeepsHistory
 from vllm_specrollout.errors import ForbiddenError, SpecRolloutError
-from vllm_specrollout.history.answers import Outcome
+from vllm_specrollout.history.answers import RewardOutcome
 from vllm_specrollout.history.epochs import EpochError
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.metrics import Gain
@@ -183,7 +183,7 @@ class DrafterMixin(_Base):
             return {"cause": error.cause, "hint": error.hint}
 
 
-_COUNTED_AS = {Outcome.REPEATED: "repeated", Outcome.UNKNOWN: "unknown"}
+_COUNTED_AS = {RewardOutcome.REPEATED: "repeated", RewardOutcome.UNKNOWN: "unknown"}
 
 
 class TrainerMixin(WeightsMixin):
