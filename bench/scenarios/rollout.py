@@ -16,11 +16,12 @@ from vllm_specrollout.observe.timeline import Segment, summarise
 
 from ..policy.reward import problems, reward
 from ..policy.tasks import Problem
-from ..runner.engines import OURS, PROMPT_LEN, STOCK, WARM_UP_TOKENS, Engines, asking, run_round
+from ..runner.engines import OURS, PROMPT_LEN, STOCK, WARM_UP_TOKENS, Engines, asking
+from ..runner.fields import Columns, Row
 from ..runner.models import find_model
 from ..runner.plots import plot_rollout
-from ..runner.report import Columns, Found, Table, paired
-from ..runner.rows import Pair, Row, Run, extend_sizes, ideal_rollout_speedup, make_row, row_times
+from ..runner.report import Found, Table, paired
+from ..runner.rows import Pair, Run, extend_sizes, ideal_rollout_speedup, make_row, row_times
 from ..runner.scenario import EngineScenario, Session, command, flag
 
 # the oracle needs recorded answers; and rounds repeat each other, so a history would know them all but the first
@@ -118,7 +119,7 @@ class Rollout(EngineScenario):
             engines.start(OURS, self.spec_rollout())
             prompts = [ids for ids in engines.encode(chosen) for _ in range(self.samples)]
             warm_up = self._warm_up(engines, chosen, prompts)
-            rounds = [self._round(engines, chosen, prompts, number) for number in range(self.rounds)]
+            rounds = self._rounds(engines, chosen, prompts)
             pairs = [pair for pair, _ in rounds]
             times = self._step_times(engines, prompts, pairs)
             samples = self._samples(engines, chosen, pairs[-1].stock)
@@ -150,24 +151,23 @@ class Rollout(EngineScenario):
             stock = engines.record(prompts[: self.batch], params[False])
             return Pair(stock=stock, ours=engines.run(OURS, prompts[: self.batch], params[True]), is_timed=False)
 
-    def _round(
-        self, engines: Engines, chosen: Sequence[Problem], prompts: list[list[int]], number: int
-    ) -> tuple[Pair, list[Mapping[str, Any]]]:
-        """One run of each; and what our engine's worker wrote down in it."""
-        stretches: list[Mapping[str, Any]] = []
+    def _rounds(
+        self, engines: Engines, chosen: Sequence[Problem], prompts: list[list[int]]
+    ) -> list[tuple[Pair, Sequence[Mapping[str, Any]]]]:
+        """Runs of each, a pair for each round; and what our engine's worker wrote down in it."""
+        told: list[Sequence[Mapping[str, Any]]] = []
 
-        def run(arm: str | None) -> Run:
-            is_told = arm == OURS and self.is_explained
-            if is_told:
+        def run(_: str, arm: str | None, number: int) -> Run:
+            if arm == OURS and self.is_explained:
                 # a whole batch may end in the last step, and any of them be among the slowest
                 engines.tell(OURS, "explain", keep=self.explain_requests + self.batch)
             found = engines.run(arm or STOCK, prompts, self.params(chosen, is_ours=arm == OURS))
-            if is_told:
-                stretches.extend(engines.tell(OURS, "explained"))
+            if arm == OURS:
+                told.append(engines.tell(OURS, "explained") if self.is_explained else ())
             return found
 
-        with engines.doing(f"round {number + 1} of {self.rounds}"):
-            return run_round(number, [OURS], run)[OURS], stretches
+        pairs = engines.rounds({"all": [OURS]}, range(self.rounds), run)
+        return list(zip(pairs["all", OURS], told, strict=True))
 
     def _step_times(self, engines: Engines, prompts: list[list[int]], pairs: Sequence[Pair]) -> dict[int, float]:
         """What stock needs for a step of so many rows, as far as our steps go."""
@@ -201,7 +201,7 @@ class Rollout(EngineScenario):
         if row.speedup is None or totals is None:
             return row
         ideal = ideal_rollout_speedup(stock, totals, self.batch, times)
-        return row if ideal is None else replace(row, ideal=ideal, efficiency=row.speedup / ideal)
+        return row if ideal is None else row.but(ideal=ideal, efficiency=row.speedup / ideal)
 
     def title(self, found: Found) -> str:
         sizes = f"{self.prompts} problems x {self.samples} answers, {self.dtype}, {self.batch} at once"

@@ -32,8 +32,8 @@ Steps = StepLine | RealSteps
 class Site:
     """Engines alike, what they draft with, and what may be decided.
 
-    The first method of a workload drafts in the engine's own step, or ahead of it; the second is the warm drafter, ahead
-    of the engine that it is lent to.
+    The first method of a workload drafts in the engine's own step, or ahead of it; the second is the warm drafter,
+    ahead of the engine that it is lent to.
     """
 
     engines: int
