@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from .engine_process import EngineProcess
 from .engines import IN_ONE_PROCESS, OURS, STOCK, Engines, Report, sampling, write_answers
-from .models import find_model
 from .fields import Row
+from .models import find_model
 from .rows import UNTOLD, Judged, Pair, Run, ratio
 from .scenario import ModelScenario, Session
 from .ties import JUDGE, judge
