@@ -12,6 +12,7 @@ from .engine_process import EngineProcess
 from .engines import IN_ONE_PROCESS, OURS, STOCK, Engines, Report, sampling, write_answers
 from .fields import Row
 from .models import find_model
+from .oracle import ORACLE
 from .rows import UNTOLD, Judged, Pair, Run, ratio
 from .scenario import ModelScenario, Session
 from .ties import JUDGE, judge
@@ -133,7 +134,7 @@ def measure_loads(
     oracle = write_answers(session.scratch / "oracle.json", {})
     with scenario.make_engines(folder, report, **shape, kind=BudgetEngines, oracle=oracle) as engines:
         engines.start(STOCK)
-        engines.start(OURS, {**spec_rollout, "oracle": {"path": str(oracle)}})
+        engines.start(OURS, {**spec_rollout, "drafters": [{"name": ORACLE, "path": str(oracle)}]})
         for load in loads:
             own = compare(engines, load)
             for line in lines(own):

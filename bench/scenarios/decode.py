@@ -15,6 +15,7 @@ from vllm_specrollout.errors import ConfigError
 from ..runner.engines import PROMPT_LEN, STOCK, Engines, sampling, write_answers
 from ..runner.fields import Row
 from ..runner.models import find_model
+from ..runner.oracle import ORACLE
 from ..runner.report import Found, host
 from ..runner.rows import Run, make_row, step_times
 from ..runner.scenario import ModelScenario, Session, command, flag
@@ -86,12 +87,11 @@ class Decode(ModelScenario):
         largest = max(self.drafts)
         ranks = self.accuracy if engine == "tree" else self.accuracy[:1]
         return {
-            "drafters": ["oracle"],
+            "drafters": [{"name": ORACLE, "path": str(oracle), "accuracy": list(ranks)}],
             "budget": "fixed",
             "shape": engine,
             "max_draft_tokens": largest,
             "max_depth": largest,
-            "oracle": {"path": str(oracle), "accuracy": list(ranks)},
         }
 
     def max_model_len(self) -> int:

@@ -23,6 +23,7 @@ from ..runner.engines import IN_ONE_PROCESS, STOCK, Engines, run_round, sampling
 from ..runner.fields import Columns, Row, columns
 from ..runner.interpreter import ENVIRONMENT as INTERPRETED
 from ..runner.models import BARE, bare_model
+from ..runner.oracle import ORACLE
 from ..runner.report import Found, Table
 from ..runner.rows import UNTOLD, Judged, Pair, Run, partings, proven_row
 from ..runner.scenario import EngineScenario, Session, command, flag
@@ -127,12 +128,11 @@ class Device(EngineScenario):
     def spec_rollout(self, shape: str, oracle: Path) -> dict[str, Any]:
         """Our engine's configuration; requests choose their own number of drafts."""
         return {
-            "drafters": ["oracle", *(["ngram"] if "ngram" in self.arms else [])],
+            "drafters": [{"name": ORACLE, "path": str(oracle)}, *(["ngram"] if "ngram" in self.arms else [])],
             "budget": self.budget,
             "shape": shape,
             "max_draft_tokens": self.most_nodes,
             "max_depth": self.most_nodes,
-            "oracle": {"path": str(oracle)},
         }
 
     def environment(self) -> dict[str, str]:

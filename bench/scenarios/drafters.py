@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 from vllm_specrollout.cli import flags as cli_flags
 from vllm_specrollout.config import BUDGETS
-from vllm_specrollout.drafters import levels
 from vllm_specrollout.errors import ConfigError
 
 from ..policy.reward import problems
@@ -23,8 +22,8 @@ from ..runner.rows import Pair, Run, make_row
 from ..runner.scenario import EngineScenario, Session, command, flag
 
 GREEDY, SHARED, COMB, UNION = "greedy", "shared noise", "comb", "union"
-_AS = {GREEDY: (levels.GREEDY, False), SHARED: (None, False), COMB: (None, True), UNION: (None, True)}
-"""Arm -> the sharpness (None: learned), and whether it has alternatives."""
+_AS = {GREEDY: ((1.0, 0.0), False), SHARED: (None, False), COMB: (None, True), UNION: (None, True)}
+"""Arm -> weights of log probabilities and noise (None: learned), and whether it has alternatives."""
 _HOST = ("ngram",)
 """Drafters beside the model in the union; a history would know every round but the first."""
 
@@ -122,8 +121,8 @@ class Drafters(EngineScenario):
         def run(batch: int, arm: str | None, number: int) -> Run:
             engine = STOCK if arm is None else f"{name}, {UNION}" if arm == UNION else name
             if arm is not None:
-                sharp, is_comb = _AS[arm]
-                engines.tell(engine, "draft_as", sharpness=sharp, is_comb=is_comb)
+                weights, is_comb = _AS[arm]
+                engines.tell(engine, "draft_as", weights=weights, is_comb=is_comb)
             return engines.run(engine, prompts[:batch], self.params(chosen, batch, 1.0, is_ours=arm is not None))
 
         return engines.rounds(dict.fromkeys(self.batches, list(_AS)), range(-1, self.rounds), run, is_apart=True)

@@ -48,7 +48,7 @@ class Ramp(ModelScenario):
         most = self.max_draft_tokens
         more: dict[str, Any] = {
             "shape": {"seqs": self.requests, "length": PROMPT_LEN + self.tokens + 1, "width": 4 * PROMPT_LEN},
-            "spec_rollout": {"drafters": ["oracle"], "max_draft_tokens": most, "max_depth": most},
+            "spec_rollout": {"max_draft_tokens": most, "max_depth": most},
             "units": self.rounds + 1,
         }
         title, rows = measure_loads(self, session, self.patterns, self._compare, pattern_lines, **more)

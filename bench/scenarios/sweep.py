@@ -65,7 +65,7 @@ class Sweep(ModelScenario):
     def spec_rollout(self) -> dict[str, Any]:
         """Our engine's configuration: chains, as long as the longest asked for."""
         longest = max(self.drafts)
-        return {"drafters": ["oracle"], "shape": "chain", "max_draft_tokens": longest, "max_depth": longest}
+        return {"shape": "chain", "max_draft_tokens": longest, "max_depth": longest}
 
     def measure(self, session: Session) -> Found:
         length = PROMPT_LEN + max(map(self.tokens_of, self.batches)) + 1

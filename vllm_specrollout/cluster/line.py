@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from vllm_specrollout.cluster.messages import Sampling
 from vllm_specrollout.types import MOST_NODES, ROOT, TENTHS, FloatArray, IntArray
 
 LEAST_REACH = 0.05
@@ -121,23 +122,6 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """How a request's tokens are chosen, as far as a drafter follows it."""
-
-    # 0.0: the best token is taken
-    temperature: float
-    top_k: int = 0  # 0: all
-    top_p: float = 1.0
-    min_p: float = 0.0
-    # of its noise; None: nobody else can draw it
-    seed: int | None = None
-
-    @property
-    def has_noise(self) -> bool:
-        return self.seed is not None and self.temperature > 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Tree:
     """A line's tree, as messages have it."""
 
@@ -194,11 +178,6 @@ class Line:
     def most_levels(self) -> int:
         """Below the last token that holds, that may be drafted now."""
         return 2 * self.window
-
-    @property
-    def depth(self) -> int:
-        """Levels of the stream."""
-        return _stream_below(self._root)
 
     def wanted(self, branches: int) -> list[Ask]:
         """Requests to begin with: at most so many run for this line, behind the likeliest leaves."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import os
 import time
@@ -19,9 +20,9 @@ import torch
 from msgspec.structs import replace
 
 from vllm_specrollout.cluster.child import Command, DrafterProcess, WarmDrafter
-from vllm_specrollout.cluster.line import Sampling
 from vllm_specrollout.cluster.link import SamplingOf
 from vllm_specrollout.cluster.mail import Box
+from vllm_specrollout.cluster.messages import Sampling
 from vllm_specrollout.cluster.planner import Plan, plan_engine
 from vllm_specrollout.cluster.profiles import DrafterProfile, Learning, kept, of_engine, save
 from vllm_specrollout.cluster.rates import Mode
@@ -162,7 +163,18 @@ def warm(runner: Any, model: str, devices: Sequence[str], engine_args: Mapping[s
     places = tuple(devices) or shared(runner.device.type, runner.device.index or 0)
     own = SHARE if any(place.startswith("cuda") for place in places) else {}
     given = StartedDrafter(model=model, devices=places, engine_args={**own, **engine_args})
-    return WarmDrafter(_command(given, runner.vllm_config))
+    found = WarmDrafter(_command(given, runner.vllm_config))
+    if runner.device.type == "cpu":
+        _wait_asleep()
+    return found
+
+
+def _wait_asleep() -> None:
+    """This process waits for its next call without its core. vLLM's worker looks for one all the time, for a second
+    behind each call, and a group calls more often: a drafter on the same core got 2 % of it."""
+    for spinner in gc.get_objects():
+        if type(spinner).__name__ == "SpinCondition" and spinner.is_reader:
+            spinner.busy_loop_s = 0.0
 
 
 def attached(runner: Any) -> DecoupledDrafter:
@@ -220,7 +232,7 @@ def join(runner: Any) -> None:
     runner.spec_rollout.replace_drafters([*runner.spec_rollout.drafters, drafter])
     runner.spec_rollout.listeners.append(LinkCounter(drafter, runner.metrics))
     config, keep = config_of(runner.vllm_config), _keeper(runner.vllm_config)
-    runner.spec_rollout.listeners.append(Learning(drafter, keep))
+    runner.spec_rollout.listeners.append(Learning(drafter.links, keep))
     if isinstance(runner.model_drafter, ModelDrafter) and runner.placed is not Mode.COUPLED:
         runner.model_drafter.is_resting = True
         cores = set().union(*(os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")))
