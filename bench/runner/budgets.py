@@ -27,12 +27,9 @@ class Budget:
     name: str
     # None: the engine's
     max_draft_tokens: int | None = None
-    # whether waiting requests get their places longest first
-    longest_first: bool = True
 
     def __str__(self) -> str:
-        draft = "" if self.max_draft_tokens is None else f" {self.max_draft_tokens}"
-        return self.name + draft + ("" if self.longest_first else " without longest first")
+        return self.name + ("" if self.max_draft_tokens is None else f" {self.max_draft_tokens}")
 
 
 AUTO = Budget(name="auto")
@@ -53,12 +50,11 @@ class Waves:
     prompts: Sequence[list[int]] = ()
     # of the first request's noise
     seed: int = 0
-    is_to_the_end: bool = True
 
     def params(self, is_ours: bool) -> list[dict[str, Any]]:
         """Of each request."""
         return [
-            sampling(self.seed + i, n, {"problem_id": str(i)} if is_ours else None, is_to_the_end=self.is_to_the_end)
+            sampling(self.seed + i, n, {"problem_id": str(i)} if is_ours else None, is_to_the_end=True)
             for i, n in enumerate(self.lengths)
         ]
 
@@ -82,7 +78,6 @@ class BudgetEngines(Engines):
 
     def set_budget(self, budget: Budget, *, is_fresh: bool = True) -> None:
         """A fresh budget, which has learned nothing yet; or this one as it was left, which goes on learning."""
-        self[OURS].ask("order_queue", longest_first=budget.longest_first)
         limits = dict.fromkeys(("max_draft_tokens", "max_depth"), budget.max_draft_tokens)
         self.tell(OURS, "set_budget", name=budget.name, is_fresh=is_fresh, **limits)
 
@@ -126,7 +121,6 @@ def measure_loads(
     *,
     shape: dict[str, int],
     spec_rollout: dict[str, Any],
-    is_policy: bool,
     units: int,
 ) -> tuple[str, list[Row]]:
     """(the model's title, the rows of all loads); the lines of each are printed when it is over.
@@ -135,14 +129,12 @@ def measure_loads(
         units: of progress, for each load.
     """
     model, display = scenario.model, session.display
-    folder, title = find_model(model, scenario.size, scenario.dtype, scenario.cache, display, is_policy=is_policy)
+    folder, title = find_model(model, scenario.size, scenario.dtype, scenario.cache, display, is_policy=False)
     report, rows = display.steps(len(loads) * units + 2), []
     oracle = write_answers(session.scratch / "oracle.json", {})
-    if spec_rollout["drafters"] == [ORACLE]:
-        spec_rollout = {**spec_rollout, "drafters": [{"name": ORACLE, "path": str(oracle)}]}
     with scenario.make_engines(folder, report, **shape, kind=BudgetEngines, oracle=oracle) as engines:
         engines.start(STOCK)
-        engines.start(OURS, spec_rollout)
+        engines.start(OURS, {**spec_rollout, "drafters": [{"name": ORACLE, "path": str(oracle)}]})
         for load in loads:
             own = compare(engines, load)
             for line in lines(own):

@@ -71,8 +71,6 @@ class Scenario:
 
     # in reports
     bench: ClassVar[str]
-    # whether rows whose outputs are stock's are drawn beside others whose are not
-    draws_what_is_left: ClassVar[bool] = False
 
     out: Path | None = flag(None, "Also write the report to this file.", is_setting=False)
 
@@ -191,7 +189,7 @@ def run(scenario: Scenario) -> None:
         display.out.print(f"wrote {scenario.out}", markup=False)
     scenario.show(found, display.out)
     picture: Path | None = getattr(scenario, "plot", None)
-    if picture is not None and (found.is_identical or scenario.draws_what_is_left):
+    if picture is not None and found.is_identical:
         scenario.draw(found, picture)
         display.out.print(f"wrote {picture}", markup=False)
     if not found.is_passed:

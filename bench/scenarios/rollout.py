@@ -29,7 +29,7 @@ from ..runner.scenario import EngineScenario, Session, command, flag
 from ..runner.stretches import Stretch, stretches_of
 
 # the oracle needs recorded answers; and rounds repeat each other, so a history would know them all but the first
-DRAFTERS = ("ngram",)
+_DRAFTER = "ngram"
 _DEFAULT = SpecRolloutConfig()
 _MOST_LINES, _MOST_REASONS = 12, 3
 """Lines of a slow request's story, and reasons named in one of them."""
@@ -79,7 +79,6 @@ class Rollout(EngineScenario):
     samples: int = flag(4, "Answers to each problem.", within=(1, 1000))
     batch: int = flag(8, "Requests at once (max_num_seqs).", within=(1, 256))
     max_tokens: int = flag(1024, "Tokens after which an answer is cut.", within=(2, 1 << 16))
-    drafters: tuple[str, ...] = flag(DRAFTERS, "Drafters, best first.", choices=DRAFTERS)
     max_draft_tokens: int = flag(_DEFAULT.max_draft_tokens, "Most draft tokens per step.", within=(1, MAX_NODES))
     budget: str = flag(_DEFAULT.budget, "auto, fixed, or another budget's name.", choices=BUDGETS)
     rounds: int = flag(3, "Timed rounds; the medians are reported.", within=(1, 1000))
@@ -101,7 +100,7 @@ class Rollout(EngineScenario):
         """Our engine's configuration."""
         return {
             **({"record": str(record)} if self.is_explained else {}),
-            "drafters": list(self.drafters),
+            "drafters": [_DRAFTER],
             "max_draft_tokens": self.max_draft_tokens,
             "budget": self.budget,
             # rounds repeat each other here too: every length would be known
@@ -192,7 +191,7 @@ class Rollout(EngineScenario):
 
     def _row(self, pairs: list[Pair], times: dict[int, float]) -> Row:
         """The row, with the ideal of a shrinking batch in the place of the constant batch's."""
-        row = make_row(" + ".join(self.drafters), self.batch, self.max_draft_tokens, pairs)
+        row = make_row(_DRAFTER, self.batch, self.max_draft_tokens, pairs)
         stock, totals = pairs[-1].stock, pairs[-1].ours.totals
         if row.speedup is None or totals is None:
             return row

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from vllm_specrollout.cli import flags as cli_flags
 from vllm_specrollout.config import MAX_NODES
-from vllm_specrollout.errors import ConfigError
 
 from ..runner.budgets import AUTO, Budget, BudgetEngines, Waves, compared, measure_loads, reason
 from ..runner.fields import Row
-from ..runner.oracle import ORACLE
-from ..runner.plots import plot_sweep
 from ..runner.report import Found
 from ..runner.rows import Judged, Pair, Run, first_difference, make_row, speedup
 from ..runner.scenario import ModelScenario, Session, command, flag
-from .rollout import DRAFTERS
 
 PROMPT_LEN = 64
 """Most tokens of a prompt: short, so that the runs are decoding."""
@@ -35,11 +30,10 @@ class Cell:
     """One batch at one quality of drafts."""
 
     batch: int
-    # None: real drafters
-    accuracy: float | None
+    accuracy: float
 
     def __str__(self) -> str:
-        return f"batch {self.batch}" + ("" if self.accuracy is None else f", accuracy {self.accuracy:g}")
+        return f"batch {self.batch}, accuracy {self.accuracy:g}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +41,7 @@ class Sweep(ModelScenario):
     """Compare `auto` with stock and with every fixed draft length, at many batches and qualities of drafts."""
 
     bench: ClassVar[str] = "sweep"
-    draws_what_is_left: ClassVar[bool] = True
 
-    is_policy: bool = flag(False, "The project's policy with its real drafters, instead of the oracle.", "--policy")
     batches: tuple[int, ...] = flag((1, 2, 4, 8, 16, 32, 64), "Requests at once.", "--batch", within=(1, 256))
     accuracies: tuple[float, ...] = flag(
         (0.5, 0.7, 0.9, 0.0), "Probabilities that a draft token is right.", "--accuracy", parse=cli_flags.shares
@@ -57,15 +49,6 @@ class Sweep(ModelScenario):
     drafts: tuple[int, ...] = flag((1, 3, 7, 15), "Fixed draft lengths.", "--draft", within=(1, MAX_NODES))
     tokens: int | None = flag(None, "Tokens per request; default: 20 to 64, by batch.", within=(4, 1 << 16))
     rounds: int = flag(3, "Timed rounds; the medians are reported.", within=(1, 1000))
-    plot: Path | None = flag(None, "Draw the speed-ups into this file.", is_setting=False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.model is not None and self.is_policy:
-            raise ConfigError("`--model` and `--policy` are both given", "give one")
-
-    def resolved(self) -> Sweep:
-        return replace(self, accuracies=()) if self.is_policy else self
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "tokens": {str(batch): self.tokens_of(batch) for batch in self.batches}}
@@ -77,20 +60,17 @@ class Sweep(ModelScenario):
         return next(tokens for most, tokens in _TOKENS.items() if batch <= most)
 
     def cells(self) -> list[Cell]:
-        kinds: tuple[float | None, ...] = self.accuracies or (None,)
-        return [Cell(batch=batch, accuracy=accuracy) for batch in self.batches for accuracy in kinds]
+        return [Cell(batch=batch, accuracy=accuracy) for batch in self.batches for accuracy in self.accuracies]
 
     def spec_rollout(self) -> dict[str, Any]:
         """Our engine's configuration: chains, as long as the longest asked for."""
         longest = max(self.drafts)
-        drafters = [ORACLE] if self.accuracies else list(DRAFTERS)
-        return {"drafters": drafters, "shape": "chain", "max_draft_tokens": longest, "max_depth": longest}
+        return {"shape": "chain", "max_draft_tokens": longest, "max_depth": longest}
 
     def measure(self, session: Session) -> Found:
         length = PROMPT_LEN + max(map(self.tokens_of, self.batches)) + 1
         shape = {"seqs": max(self.batches), "length": length, "width": PROMPT_LEN + MAX_NODES}
-        more = {"shape": shape, "spec_rollout": self.spec_rollout(), "is_policy": self.is_policy}
-        more["units"] = self.rounds
+        more = {"shape": shape, "spec_rollout": self.spec_rollout(), "units": self.rounds}
         title, rows = measure_loads(self, session, self.cells(), self._compare, lambda own: [cell_text(own)], **more)
         return Found(model=title, rows=rows, extra={"summary": summary(rows)})
 
@@ -110,9 +90,6 @@ class Sweep(ModelScenario):
         if told["num_not_comparable"]:
             yield f"{told['num_not_comparable']} of {told['num_cells']} cells are not comparable"
 
-    def draw(self, found: Found, path: Path) -> None:
-        plot_sweep(found.rows, LIMIT, self.title(found), path)
-
     def _compare(self, engines: BudgetEngines, cell: Cell) -> list[Row]:
         """The cell's rows."""
         batch = cell.batch
@@ -125,8 +102,7 @@ class Sweep(ModelScenario):
 
     def _pairs(self, engines: BudgetEngines, cell: Cell, waves: Waves) -> _Pairs:
         stock = engines.recorded(waves)
-        if cell.accuracy is not None:
-            engines.set_answers(stock, cell.accuracy)
+        engines.set_answers(stock, cell.accuracy)
         engines.report(f"{cell}: warm-up", 0)
         engines.set_budget(AUTO)
         warm_up = engines.run_waves(AUTO, waves)
@@ -178,7 +154,7 @@ def is_hopeless(speeds: Sequence[float]) -> bool:
 def cell_text(rows: Sequence[Row]) -> str:
     """One line for a cell."""
     auto = rows[0]
-    where = f"batch {auto.batch:3d}" + ("" if auto.accuracy is None else f"  accuracy {auto.accuracy:.2f}")
+    where = f"batch {auto.batch:3d}  accuracy {auto.accuracy:.2f}"
     if auto.speedup is None or auto.auto_to_best is None:
         why = next((reason(row) for row in rows if not row.identical), "no fixed draft length ran")
         return f"{where}  not comparable: {why}"

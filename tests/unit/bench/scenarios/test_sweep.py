@@ -63,9 +63,3 @@ def test_longer_drafts_are_given_up_only_after_a_clear_loss() -> None:
 def test_larger_batches_generate_fewer_tokens_unless_told() -> None:
     assert Sweep().tokens_of(1) > Sweep().tokens_of(16) > Sweep().tokens_of(64)
     assert Sweep(tokens=9).tokens_of(64) == 9
-
-
-def test_the_policys_drafters_have_no_accuracy_to_set() -> None:
-    scenario = Sweep(is_policy=True).resolved()
-    assert [cell.accuracy for cell in scenario.cells()] == [None] * len(scenario.batches)
-    assert scenario.spec_rollout()["drafters"] == ["ngram"]
