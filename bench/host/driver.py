@@ -14,10 +14,10 @@ import random
 import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.runner.fields import Row
 from bench.runner.report import Found, as_json
 from vllm_specrollout.cluster.batch import Answer, GroupError, RequestChecker
 from vllm_specrollout.cluster.driver import BEAT_S, Driver
@@ -32,26 +32,6 @@ REQUESTS, SAMPLES, TOKENS, SPREAD = 32, 8, 600, 1.0
 SEVEN = array("i", [7])
 RATE, SELDOM = 16, 5
 """Tokens of a request in a beat: 160 a second; and beats between two reports of what goes on, as the product's."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DriverCost:
-    """One ladder on so many engines."""
-
-    engines: int
-    ladder: str
-    # of one core, once the batch is dealt: processor time over the time that the stand-ins' beats make, late or not
-    share: float
-    # the same of what stand-ins do, which engines do on hosts of their own; not in it
-    stand_ins: float
-    # ms of processor time: the mean decision, and the dearest one, which deals the batch
-    decision_ms: float
-    first_ms: float
-    reports: int
-    moved: int
-    lent: int
-    # of answers
-    complete: float
 
 
 class StandIn:
@@ -163,7 +143,7 @@ class Timed(Driver):
         self.spent.append(time.thread_time() - begun)
 
 
-async def measure(engines: int, ladder: str, beats: int, seed: int) -> DriverCost:
+async def measure(engines: int, ladder: str, beats: int, seed: int) -> Row:
     """One batch."""
     lines, rng = StandIns(engines), random.Random(seed)
     driver = Timed(lines, list(lines.engines), ladder)
@@ -196,7 +176,7 @@ async def measure(engines: int, ladder: str, beats: int, seed: int) -> DriverCos
     if helping is not None:
         helping.cancel()
     first, *others = sorted(driver.spent, reverse=True)
-    return DriverCost(
+    return Row(
         engines=engines,
         ladder=ladder,
         share=(spent - lines.spent) / passed,
@@ -220,7 +200,7 @@ def _asking(lines: StandIns, name: str) -> Any:
     return lambda method, args: asyncio.ensure_future(lines.call(name, "rpc", method, list(args), {}))
 
 
-def measured(settings: Mapping[str, Any]) -> Iterator[DriverCost]:
+def measured(settings: Mapping[str, Any]) -> Iterator[Row]:
     for engines in settings["engines"]:
         for ladder in LADDERS:
             yield asyncio.run(measure(engines, ladder, settings["beats"], settings["seed"]))

@@ -19,11 +19,12 @@ from vllm_specrollout.report.walk import walk
 
 from ..policy.reward import problems, reward
 from ..policy.tasks import Problem
-from ..runner.engines import OURS, PROMPT_LEN, STOCK, WARM_UP_TOKENS, Engines, asking, run_round
+from ..runner.engines import OURS, PROMPT_LEN, STOCK, WARM_UP_TOKENS, Engines, asking
+from ..runner.fields import Columns, Row
 from ..runner.models import find_model
 from ..runner.plots import plot_rollout
-from ..runner.report import Columns, Found, Table, paired
-from ..runner.rows import Pair, Row, Run, extend_sizes, ideal_rollout_speedup, make_row, row_times
+from ..runner.report import Found, Table, paired
+from ..runner.rows import Pair, Run, extend_sizes, ideal_rollout_speedup, make_row, row_times
 from ..runner.scenario import EngineScenario, Session, command, flag
 from ..runner.stretches import Stretch, stretches_of
 
@@ -123,7 +124,7 @@ class Rollout(EngineScenario):
             engines.start(OURS, self.spec_rollout(record))
             prompts = [ids for ids in engines.encode(chosen) for _ in range(self.samples)]
             warm_up = self._warm_up(engines, chosen, prompts)
-            pairs = [self._round(engines, chosen, prompts, number) for number in range(self.rounds)]
+            pairs = self._rounds(engines, chosen, prompts)
             times = self._step_times(engines, prompts, pairs)
             samples = self._samples(engines, chosen, pairs[-1].stock)
         row = self._row([warm_up, *pairs], times)
@@ -156,14 +157,13 @@ class Rollout(EngineScenario):
             stock = engines.record(prompts[: self.batch], params[False])
             return Pair(stock=stock, ours=engines.run(OURS, prompts[: self.batch], params[True]), is_timed=False)
 
-    def _round(self, engines: Engines, chosen: Sequence[Problem], prompts: list[list[int]], number: int) -> Pair:
-        """One run of each."""
+    def _rounds(self, engines: Engines, chosen: Sequence[Problem], prompts: list[list[int]]) -> list[Pair]:
+        """Runs of each, a pair for each round."""
 
-        def run(arm: str | None) -> Run:
+        def run(_: str, arm: str | None, number: int) -> Run:
             return engines.run(arm or STOCK, prompts, self.params(chosen, is_ours=arm == OURS))
 
-        with engines.doing(f"round {number + 1} of {self.rounds}"):
-            return run_round(number, [OURS], run)[OURS]
+        return engines.rounds({"all": [OURS]}, range(self.rounds), run)["all", OURS]
 
     def _step_times(self, engines: Engines, prompts: list[list[int]], pairs: Sequence[Pair]) -> dict[int, float]:
         """What stock needs for a step of so many rows, as far as our steps go."""
@@ -197,7 +197,7 @@ class Rollout(EngineScenario):
         if row.speedup is None or totals is None:
             return row
         ideal = ideal_rollout_speedup(stock, totals, self.batch, times)
-        return row if ideal is None else replace(row, ideal=ideal, efficiency=row.speedup / ideal)
+        return row if ideal is None else row.but(ideal=ideal, efficiency=row.speedup / ideal)
 
     def title(self, found: Found) -> str:
         sizes = f"{self.prompts} problems x {self.samples} answers, {self.dtype}, {self.batch} at once"

@@ -18,7 +18,6 @@ from vllm_specrollout.bench.studies.cluster import Outcome, Site, simulate
 from vllm_specrollout.bench.studies.formulas import MAX_WINDOW, Rate, StepLine, exact_rate, printed_rate
 from vllm_specrollout.bench.studies.report import Cell, Curve, Number, ResultTable, Share, StudyReport
 
-from vllm_specrollout.cluster import ladder
 from vllm_specrollout.cluster.planner import Plan, plan_devices
 from vllm_specrollout.cluster.profiles import DrafterProfile
 from vllm_specrollout.cluster.rates import AffineTime, coupled_rate, decoupled_rate, plain_rate
@@ -101,7 +100,7 @@ def sites(inputs: SpecActorInputs) -> dict[str, Site]:
     )
     disaggregated = replace(vanilla, engines=int(inputs.gpus // (inputs.verifier_gpus + inputs.drafter_gpus)))
     decoupled = replace(disaggregated, is_apart=True)
-    lent = replace(decoupled, rules=ladder.Rules("attach", int(inputs.most)))
+    lent = replace(decoupled, ladder="attach", most=int(inputs.most))
     arms = (replace(vanilla, drafts=False), vanilla, disaggregated, decoupled, lent)
     return dict(zip(ARMS, arms, strict=True))
 

@@ -87,6 +87,8 @@ class TltOptions(BudgetOptions):
     """Most nodes of a level that are expanded, and most children of each (Table 4); all strategies share it (6.3)."""
     depth: Annotated[int, Range(1, 64)] = 10
     """Levels of the deepest strategy (Table 4); the others have a half and a quarter of it."""
+    noise: bool = False
+    """Whether a head's nodes are scored with the target's noise, and not by its own probabilities alone (5.1)."""
     epsilon: Annotated[float, Range(0.0, 1.0)] = 0.1
     """Probability of trying any strategy, instead of the best one so far (Algorithm 1)."""
     window: Annotated[int, Range(1, 4096)] = 16

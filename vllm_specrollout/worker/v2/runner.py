@@ -119,13 +119,21 @@ class SpecRolloutV2(_Base):
         if (connector := getattr(self, "aux_output_connector", None)) is not None:
             self.experts = RoutedExperts(connector)
         if self.shape[0] is DraftMode.TREE:
-            self.mover = SlotMover(self.kv_caches)
+            # a model that drafts writes what was accepted where it belongs by itself
+            layers, names = self.compilation_config.static_forward_context, self.draft_layers
+            apart = {layers[name].kv_cache.data_ptr() for name in names}
+            self.mover = SlotMover([cache for cache in self.kv_caches if cache.data_ptr() not in apart])
             install_tree_attention(self)
             if (rope := getattr(self.model_state, "rope_state", None)) is not None:
                 follow_depths(rope, self.inputs)
         else:
             effect = "off" if self.shape[0] is DraftMode.OFF else "chains only"
             logger.warning("Spec rollout: drafts are %s for this model: %s", effect, self.shape[1])
+
+    @property
+    def draft_layers(self) -> set[str]:
+        """Names of the attention layers of a model that drafts."""
+        return getattr(self.speculator, "draft_attn_layer_names", set())
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         for new in scheduler_output.scheduled_new_reqs:
