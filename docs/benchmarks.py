@@ -52,7 +52,7 @@ _TITLES = {
     "decoupled": (
         "Decoupled drafters",
         "A model that drafts in the target's steps, and one that drafts beside them on a core of its own: times plain"
-        " decoding on both cores, and what was estimated from earlier answers, by a rehearsal that is a study's now.",
+        " decoding on both cores, and what was estimated from earlier answers, by a rehearsal that is no more.",
     ),
     "ladder": (
         "Ladder",

@@ -28,7 +28,7 @@ from rich.console import Console
 from vllm_specrollout.cli import flags
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 
-from ..runner import leash, report
+from ..runner import fields, leash, report
 from . import caches, machine, source
 from .commands import STEPS, Command, Options, commands
 
@@ -287,7 +287,7 @@ class Hour:
             "command": lambda one: one.name,
             "state": lambda one: one.state if one.attempts else "left",
             "attempts": lambda one: one.attempts,
-            "seconds": lambda one: report.number(one.seconds),
+            "seconds": lambda one: fields.number(one.seconds),
             "error": lambda one: one.error or "-",
         }
         text = io.StringIO()

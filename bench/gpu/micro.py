@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..kernels.shapes import MODELS, Attention, Verdict
+from ..runner.fields import Row, columns
 from ..runner.interpreter import ENVIRONMENT as INTERPRETED
-from ..runner.report import Found, Table, same
+from ..runner.report import Found, Table
 from ..runner.scenario import Scenario, Session, command, flag
 
 PARTS = ("rows", "products", "attention", "verify", "lookup")
@@ -30,19 +31,6 @@ _ATTENTION = {
 }
 """Batch, context and nodes -> predicted microseconds of a layer: causal, over the context alone, and nodes with it."""
 _COPIES, _LAYERS = 3, 4  # of weights, and of keys and values, so that none comes from the cache
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicroRow:
-    """One figure."""
-
-    name: str
-    unit: str
-    measured: float
-    # None: nobody dared
-    predicted: float | None
-    # of what was timed at once
-    quartiles: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +60,10 @@ class Micro(Scenario):
         return f"{self.part}{'' if self.device == 'cuda' else ', A DRY WALK, no figure means anything'}"
 
     def told(self, found: Found) -> Iterator[Table]:
-        yield Table(found.rows, same("name", "unit", "measured", "predicted"))
+        yield Table(found.rows, columns("name", "unit", "measured", "predicted"))
 
 
-def _rows(timer: Any) -> Iterator[MicroRow]:
+def _rows(timer: Any) -> Iterator[Row]:
     """From how many rows on a chain's bits are no longer those of plain decoding, with one split, as where vLLM's
     kernels are batch-invariant.
 
@@ -94,7 +82,7 @@ def _rows(timer: Any) -> Iterator[MicroRow]:
             ("bucket from which on two rows do", range(2, most + 1), lambda n: 2),
         ):
             differ = [n for n in counts if not torch.equal(attend(0, rows(n), n), alone[: rows(n)])]
-            yield MicroRow(
+            yield Row(
                 name=f"{name}: {what} (0: never)",
                 unit="rows",
                 measured=float(min(differ, default=0)),
@@ -143,7 +131,7 @@ def predicted_products_ms(rows: int, sizes: list[tuple[int, int]], layers: int, 
     return 1e3 * (layers * sum(one(*size) for size in sizes) + one(*head))
 
 
-def _products(timer: Any) -> Iterator[MicroRow]:
+def _products(timer: Any) -> Iterator[Row]:
     """A step's matrix products by its rows: where they rise is where further rows begin to cost."""
     import torch
 
@@ -161,10 +149,10 @@ def _products(timer: Any) -> Iterator[MicroRow]:
         calls = [functools.partial(torch.nn.functional.linear, inputs[one.shape[1]], one) for one in (*weights, head)]
         us = model.layers * len(sizes) * timer.time(calls[:-1]).median_us + timer.time(calls[-1:]).median_us
         predicted = predicted_products_ms(count, sizes, model.layers, (model.vocab, hidden))
-        yield MicroRow(name=f"products of {count} rows", unit="ms", measured=us / 1e3, predicted=predicted)
+        yield Row(name=f"products of {count} rows", unit="ms", measured=us / 1e3, predicted=predicted)
 
 
-def _attention(timer: Any) -> Iterator[MicroRow]:
+def _attention(timer: Any) -> Iterator[Row]:
     """A layer's attention: causal, as plain decoding and chains have it; over the context; and with a tree's nodes."""
     from ..kernels import attention, flash
     from ..kernels.inputs import make_attention
@@ -178,7 +166,7 @@ def _attention(timer: Any) -> Iterator[MicroRow]:
             yield _timed(timer, [make(one) for one in inputs], f"{batch} x {context}, {nodes} nodes: {way}", expected)
 
 
-def _verify(timer: Any) -> Iterator[MicroRow]:
+def _verify(timer: Any) -> Iterator[Row]:
     """Judging a step's rows with noise, of logits as a step has them."""
     import torch
 
@@ -194,7 +182,7 @@ def _verify(timer: Any) -> Iterator[MicroRow]:
         yield _timed(timer, [call], f"verify {case.rows} rows", VERIFY_ROW_US * case.rows)
 
 
-def _lookup(timer: Any) -> Iterator[MicroRow]:
+def _lookup(timer: Any) -> Iterator[Row]:
     """Looking drafts up in sixteen earlier answers and fifteen siblings of each request."""
     import torch
 
@@ -220,14 +208,14 @@ def _lookup(timer: Any) -> Iterator[MicroRow]:
         yield _timed(timer, [call], f"look up for {requests} requests", 20.0 if requests == 64 else None)
 
 
-def _timed(timer: Any, calls: list[Callable[[], Any]], name: str, predicted: float | None) -> MicroRow:
+def _timed(timer: Any, calls: list[Callable[[], Any]], name: str, predicted: float | None) -> Row:
     """One of these calls."""
     time = timer.time(calls)
     quartiles = (time.low_us, time.high_us)
-    return MicroRow(name=name, unit="us", measured=time.median_us, predicted=predicted, quartiles=quartiles)
+    return Row(name=name, unit="us", measured=time.median_us, predicted=predicted, quartiles=quartiles)
 
 
-_MAKERS: dict[str, Callable[[Any], Iterator[MicroRow]]] = dict(
+_MAKERS: dict[str, Callable[[Any], Iterator[Row]]] = dict(
     zip(PARTS, (_rows, _products, _attention, _verify, _lookup), strict=True)
 )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import Any
 
 from ..policy.tasks import Problem
 from ..runner.engines import WARM_UP_TOKENS, Engines, Report, sampling
+from ..runner.fields import Row
 from ..runner.rows import Run, first_difference
-from .rows import EngineRun
 
 _FIRST_BYTE = 5
 """Id of the tokenizer's first byte; the 256 bytes follow the special tokens, and the tasks are written without them."""
@@ -33,16 +32,10 @@ class Arm:
     import_path: str = ""
     # whether the policy's head drafts as well; its place is known when the models are
     has_head: bool = False
-    # above 1: a group of so many engines, which share the batch and the places in it
-    engines: int = 1
 
     @property
     def is_ours(self) -> bool:
         return self.spec_rollout is not None
-
-    @property
-    def is_group(self) -> bool:
-        return self.engines > 1
 
     def start(self, engines: Engines) -> None:
         """Start its engine; every arm's gets the same arguments but for its drafts."""
@@ -95,18 +88,12 @@ class Fleet(Engines):
     ) -> None:
         super().__init__(arguments, report, **common)
         self.arms, self._plan = tuple(arms), plan
-        self._groups: dict[str, Any] = {}
-        # what the group calls the requests of its last rollout
-        self._named: list[str] = []
 
     def begin(self) -> None:
         """Start them, and let them set their kernels up on prompts that are like no task."""
         batch, tokens = self._plan.batch, min(WARM_UP_TOKENS, self._plan.max_tokens)
         prompts = [[_FIRST_BYTE + (17 * i + j * j) % 256 for j in range(32)] for i in range(batch)]
         for arm in self.arms:
-            if arm.is_group:
-                self._groups[arm.name] = self._group(arm)
-                continue
             arm.start(self)
             options = {"problem_id": "warm-up"} if arm.is_ours else None
             params = [sampling(i, tokens, options) for i in range(batch)]
@@ -114,79 +101,35 @@ class Fleet(Engines):
 
     def roll_out(self, arm: Arm, requests: Sequence[Request]) -> tuple[Run, float]:
         """Run all requests in one engine; also how many cores the other engines' processes kept busy meanwhile."""
-        others = [self[other.name] for other in self.arms if other is not arm and not other.is_group]
+        others = [self[other.name] for other in self.arms if other is not arm]
         self.wait_for(arm.name)
         before = sum(other.cpu_s() for other in others)
         prompts = [list(request.prompt_ids) for request in requests]
         params = [request.params(self._plan.max_tokens, is_ours=arm.is_ours) for request in requests]
-        if arm.is_group:
-            run, self._named = self._run_by(self._groups[arm.name], prompts, params)
-        else:
-            run = self.run(arm.name, prompts, params, ids=[request.request_id for request in requests])
+        run = self.run(arm.name, prompts, params, ids=[request.request_id for request in requests])
         return run, (sum(other.cpu_s() for other in others) - before) / run.wall_s
 
-    def report_rewards(self, arm: Arm, earned: Mapping[str, float]) -> list[dict[str, Any]]:
-        """By request, in the order in which they were asked; what became of them, where one engine knows that."""
-        if not arm.is_group:
-            return [self[arm.name].ask("trainer", function="report_rewards", rewards=earned)]
-        self._groups[arm.name].report_rewards(dict(zip(self._named, earned.values(), strict=True)))
-        return []
+    def report_rewards(self, arm: Arm, earned: Mapping[str, float]) -> dict[str, int] | None:
+        """By request; what became of them."""
+        found: dict[str, int] | None = self[arm.name].ask("trainer", function="report_rewards", rewards=earned)
+        return found
 
     def begin_epoch(self) -> None:
         """Tell our engines that every problem will be asked again."""
         for arm in self.arms:
-            if arm.is_group:
-                self._groups[arm.name].begin_epoch()
-            elif arm.is_ours:
+            if arm.is_ours:
                 self[arm.name].ask("trainer", function="begin_epoch")
 
     def push(self, folder: Path) -> None:
         """Load new weights into every engine, and empty its prefix cache."""
         for arm in self.arms:
-            if arm.is_group:
-                self._groups[arm.name].update_weights(weights_path=str(folder))
-            else:
-                self[arm.name].ask("reload", folder=str(folder))
-
-    def _group(self, arm: Arm) -> Any:
-        from vllm_specrollout.cluster import SpecGroup
-
-        with self.doing(f"starting the {arm.name}'s engines"):
-            given = dict(self._arguments)
-            group = SpecGroup(
-                str(given.pop("model")),
-                engines=arm.engines,
-                ladder="move",
-                engine={
-                    **given,
-                    "max_num_seqs": max(1, self._plan.batch // arm.engines),
-                    "kv_cache_memory_bytes": int(self._common["kv_gib"] * (1 << 30)),
-                },
-                spec_rollout=arm.spec_rollout or True,
-            )
-            return self._stack.enter_context(group)
-
-    @staticmethod
-    def _run_by(group: Any, prompts: Sequence[list[int]], params: Sequence[Mapping[str, Any]]) -> tuple[Run, list[str]]:
-        """Its run, and what it calls the requests.
-
-        Its engines step apart, so the steps are the ends of answers, and no worker's totals are told.
-        """
-        begin, ends = time.perf_counter(), {}
-        answers: dict[int, Any] = {}
-        for index, answer in group.stream(prompts, list(params)):
-            answers[index], ends[index] = answer, time.perf_counter() - begin
-        order = range(len(prompts))
-        finish = tuple(ends[i] for i in order)
-        tokens = tuple(answers[i].token_ids for i in order)
-        run = Run(token_ids=tokens, finish_s=finish, step_s=tuple(sorted(finish)))
-        return run, [answers[i].request for i in order]
+            self[arm.name].ask("reload", folder=str(folder))
 
 
-def engine_run(arm: Arm, run: Run, idle_cores: float, rewards: Sequence[float], stock: Run) -> EngineRun:
+def engine_run(arm: Arm, run: Run, idle_cores: float, rewards: Sequence[float], stock: Run) -> Row:
     """The figures of one rollout, compared with stock's of the same step token by token."""
     difference, totals = first_difference(stock, run), run.totals
-    return EngineRun(
+    return Row(
         engine=arm.name,
         wall_s=run.wall_s,
         steps=len(run.step_s),

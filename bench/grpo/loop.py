@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from ..policy.inflate import inflate
 from ..policy.reward import reward
 from ..policy.tokenizer import prompt_text
 from ..runner.engines import PROMPT_LEN, STOCK, Report
+from ..runner.fields import Row
 from ..runner.rows import Run
 from .fleet import Arm, Fleet, Request, engine_run
-from .rows import StepRow
+from .rows import step_row
 from .trace import write_rollout
 
 LIMIT = 1e-4
@@ -62,7 +63,7 @@ class Loop:
         # per step, what a variant needs to meet the same
         self._done: list[tuple[list[Request], Run]] = []
 
-    def run(self, arms: Sequence[Arm], variants: Sequence[Arm]) -> tuple[list[StepRow], list[str]]:
+    def run(self, arms: Sequence[Arm], variants: Sequence[Arm]) -> tuple[list[Row], list[str]]:
         """All epochs, and lines for the reader; the trained policy goes where the scenario says.
 
         Args:
@@ -80,7 +81,7 @@ class Loop:
             self._trainer.save(self._plan.save, self._plan.dtype)
         return rows, reward_notes(self._reports)
 
-    def _step(self, step: int, fleet: Fleet, scratch: Path) -> StepRow:
+    def _step(self, step: int, fleet: Fleet, scratch: Path) -> Row:
         plan = self._plan
         epoch = step // plan.steps_per_epoch
         if step % plan.steps_per_epoch == 0:
@@ -98,7 +99,8 @@ class Loop:
         train_s = time.perf_counter() - begin
         self._report("", 1)
         push_s, error = self._push(step + 1, fleet, scratch) if step + 1 < plan.num_steps else (0.0, None)
-        return StepRow(
+        return step_row(
+            [engine_run(arm, *results[arm.name], stock) for arm in fleet.arms],
             step=step,
             epoch=epoch,
             weights_version=step,
@@ -106,14 +108,13 @@ class Loop:
             solved=sum(max(group.rewards) > 0.0 for group in groups) / len(groups),
             mean_tokens=stock.num_tokens / len(requests),
             cut_share=sum(not self._is_finished(ids) for ids in stock.token_ids) / len(requests),
-            runs=tuple(engine_run(arm, *results[arm.name], stock) for arm in fleet.arms),
             update=asdict(update),
             train_s=train_s,
             push_s=push_s,
             inflation_error=error,
         )
 
-    def _replay(self, arm: Arm, rows: Sequence[StepRow], scratch: Path) -> list[StepRow]:
+    def _replay(self, arm: Arm, rows: Sequence[Row], scratch: Path) -> list[Row]:
         """The rows with the runs of one more arm."""
         extended = []
         with self._make_fleet([arm]) as fleet:
@@ -124,7 +125,7 @@ class Loop:
                     fleet.push(self._served(row.step, scratch))
                     self._drop_served(row.step - 1, scratch)
                 results = self._roll_out(row.step, fleet, requests)
-                extended.append(replace(row, runs=(*row.runs, engine_run(arm, *results[arm.name], stock))))
+                extended.append(step_row([*row.pop("runs"), engine_run(arm, *results[arm.name], stock)], **row))
         return extended
 
     def _roll_out(
@@ -139,7 +140,7 @@ class Loop:
             rewards = self._rewards(requests, run)
             if arm.is_ours:
                 earned = {one.request_id: value for one, value in zip(requests, rewards, strict=True)}
-                self._reports += fleet.report_rewards(arm, earned)
+                self._reports.append(fleet.report_rewards(arm, earned))
             results[arm.name] = (run, idle, rewards)
             self._report("", 1)
         return results

@@ -8,98 +8,24 @@ times and counts are compared, and times per generated token, since its answers 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ..runner.engines import OURS, STOCK
-from ..runner.report import Columns, Table, number
+from ..runner.fields import Columns, Row, number
+from ..runner.report import Table
 
 SUFFIX = "suffix"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineRun:
-    """One engine's rollout of one step."""
+def step_row(runs: Sequence[Row], **told: Any) -> Row:
+    """One step of the loop: a rollout in every engine, then an update from stock's; identical if none of ours differs.
 
-    engine: str
-    # begin of the first request to the end of the last
-    wall_s: float
-    # engine steps
-    steps: int
-    num_tokens: int
-    reward: float
-    # requests whose tokens are not stock's
-    num_differing: int
-    # ours: whether none differs, as promised; None: nothing is promised
-    identical: bool | None
-    # the first difference, where identical is False
-    difference: str | None
-    # processor seconds per second that all other engines' processes took meanwhile
-    idle_cores: float
-    # draft tokens verified, and those of them kept; ours only
-    drafted: int | None
-    accepted: int | None
+    A run is one engine's rollout; its `identical` is None where nothing is promised.
+    """
+    return Row(**{**told, "identical": all(run.identical is not False for run in runs), "runs": list(runs)})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRow:
-    """One step of the loop: a rollout in every engine, then an update from stock's."""
-
-    step: int
-    epoch: int
-    weights_version: int
-    # mean over stock's answers; it is their accuracy, since an answer earns 1 or 0
-    reward: float
-    # share of problems with a right answer
-    solved: float
-    # mean tokens of an answer
-    mean_tokens: float
-    # share of answers cut off
-    cut_share: float
-    runs: tuple[EngineRun, ...]
-    # of bench/policy/grpo.py::UpdateStats
-    update: Mapping[str, Any]
-    train_s: float
-    # writing, inflating and loading the new weights, all engines; 0 after the last step
-    push_s: float
-    # largest difference of the inflated policy's logits, relative to the largest logit; None: not inflated
-    inflation_error: float | None
-
-    @property
-    def identical(self) -> bool:
-        """Whether none of ours differs."""
-        return all(run.identical is not False for run in self.runs)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineEpoch:
-    """One engine's rollouts of one epoch, or of several."""
-
-    engine: str
-    wall_s: float
-    steps: int
-    num_tokens: int
-    # per engine step
-    tokens_per_step: float
-    # seconds per generated token of stock (of suffix) over this engine's; None: outputs differ, or there is none
-    speedup: float | None
-    speedup_on_suffix: float | None
-    # None: nothing is promised
-    identical: bool | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpochRow:
-    """All steps of one epoch."""
-
-    # "1", "2", ..., or the name of several
-    epoch: str
-    reward: float
-    solved: float
-    engines: tuple[EngineEpoch, ...]
-
-
-def epoch_rows(steps: Sequence[StepRow]) -> list[EpochRow]:
+def epoch_rows(steps: Sequence[Row]) -> list[Row]:
     """One row per epoch; then one of all epochs, and one of all but the first, in which no history can help."""
     last = max(step.epoch for step in steps)
     rows = [sum_up(str(epoch + 1), [step for step in steps if step.epoch == epoch]) for epoch in range(last + 1)]
@@ -109,21 +35,21 @@ def epoch_rows(steps: Sequence[StepRow]) -> list[EpochRow]:
     return rows
 
 
-def sum_up(name: str, steps: Sequence[StepRow]) -> EpochRow:
+def sum_up(name: str, steps: Sequence[Row]) -> Row:
     """One row of some steps, each engine's times and counts summed."""
     runs = {run.engine: [r for step in steps for r in step.runs if r.engine == run.engine] for run in steps[0].runs}
     s_per_token = {
         engine: sum(run.wall_s for run in own) / sum(run.num_tokens for run in own) for engine, own in runs.items()
     }
-    return EpochRow(
+    return Row(
         epoch=name,
         reward=sum(step.reward for step in steps) / len(steps),
         solved=sum(step.solved for step in steps) / len(steps),
-        engines=tuple(_engine_epoch(engine, own, s_per_token) for engine, own in runs.items()),
+        engines=[_engine_epoch(engine, own, s_per_token) for engine, own in runs.items()],
     )
 
 
-def _engine_epoch(engine: str, runs: Sequence[EngineRun], s_per_token: Mapping[str, float]) -> EngineEpoch:
+def _engine_epoch(engine: str, runs: Sequence[Row], s_per_token: Mapping[str, float]) -> Row:
     identical = _identical(runs)
     steps, tokens = sum(run.steps for run in runs), sum(run.num_tokens for run in runs)
 
@@ -132,7 +58,7 @@ def _engine_epoch(engine: str, runs: Sequence[EngineRun], s_per_token: Mapping[s
             return None
         return s_per_token[other] / s_per_token[engine]
 
-    return EngineEpoch(
+    return Row(
         engine=engine,
         wall_s=sum(run.wall_s for run in runs),
         steps=steps,
@@ -144,7 +70,7 @@ def _engine_epoch(engine: str, runs: Sequence[EngineRun], s_per_token: Mapping[s
     )
 
 
-def epochs_table(rows: Sequence[EpochRow]) -> Table:
+def epochs_table(rows: Sequence[Row]) -> Table:
     """One line per epoch: reward, and per engine its time, steps and ratios."""
     columns: dict[str, Any] = {
         "epoch": "epoch",
@@ -162,11 +88,11 @@ def epochs_table(rows: Sequence[EpochRow]) -> Table:
     return Table(rows, columns, left=len(columns))
 
 
-def _seconds(engine: EngineEpoch) -> str:
+def _seconds(engine: Row) -> str:
     return f"{'-' if engine.identical is False else f'{engine.wall_s:.1f}'} ({engine.steps})"
 
 
-def ablation_table(rows: Sequence[EpochRow]) -> Table:
+def ablation_table(rows: Sequence[Row]) -> Table:
     """One line per variant of ours: all epochs, and all but the first."""
     summary = {row.epoch: {engine.engine: engine for engine in row.engines} for row in rows}
     whole, later = summary.get("all", summary["1"]), summary.get("2 on", summary["1"])
@@ -189,7 +115,7 @@ def ablation_table(rows: Sequence[EpochRow]) -> Table:
     return Table([name for name, engine in later.items() if engine.identical is not None], columns)
 
 
-def notes_text(steps: Sequence[StepRow], notes: Sequence[str]) -> Iterator[str]:
+def notes_text(steps: Sequence[Row], notes: Sequence[str]) -> Iterator[str]:
     """What the tables do not say."""
     runs = [run for step in steps for run in step.runs]
     for name in dict.fromkeys(run.engine for run in runs if run.identical is None and run.engine != STOCK):
@@ -211,7 +137,7 @@ def notes_text(steps: Sequence[StepRow], notes: Sequence[str]) -> Iterator[str]:
     yield from notes
 
 
-def _identical(found: Sequence[EngineRun | EngineEpoch]) -> bool | None:
+def _identical(found: Sequence[Row]) -> bool | None:
     """Whether all are that promised it; None: none did."""
     promised = [one.identical for one in found if one.identical is not None]
     return all(promised) if promised else None

@@ -1,7 +1,7 @@
 """What one driver costs its host: decisions and reports of a group, with stand-ins for engines, at the product's beats.
 
-The stand-ins need no model and no Ray, and their reports are made in this process. So the figure is the driver's with
-theirs, and Ray's part of a call comes on top. A batch of 32 requests an engine runs to its last
+The stand-ins need no model and no Ray, and their reports are made in this process; the time that making them takes is
+measured and told apart. Ray's part of a call comes on top. A batch of 32 requests an engine runs to its last
 answer or for so many beats; lengths have a long tail. Run: `python -m bench.host.driver --out out/driver.json`, then
 `python docs/benchmarks.py driver out/driver.json`.
 """
@@ -14,10 +14,10 @@ import random
 import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.runner.fields import Row
 from bench.runner.report import Found, as_json
 from vllm_specrollout.cluster.batch import Answer, GroupError, RequestChecker
 from vllm_specrollout.cluster.driver import BEAT_S, Driver
@@ -32,25 +32,6 @@ REQUESTS, SAMPLES, TOKENS, SPREAD = 32, 8, 600, 1.0
 SEVEN = array("i", [7])
 RATE, SELDOM = 16, 5
 """Tokens of a request in a beat: 160 a second; and beats between two reports of what goes on, as the product's."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DriverCost:
-    """One ladder on so many engines."""
-
-    engines: int
-    ladder: str
-    # of one core, once the batch is dealt, with the stand-ins' own: processor time over the time that their beats make,
-    # late or not
-    share: float
-    # ms of processor time: the mean decision, and the dearest one, which deals the batch
-    decision_ms: float
-    first_ms: float
-    reports: int
-    moved: int
-    lent: int
-    # of answers
-    complete: float
 
 
 class StandIn:
@@ -124,15 +105,20 @@ class StandIns:
 
     def __init__(self, engines: int) -> None:
         self.engines = {f"engine-{i}": StandIn(2 * REQUESTS) for i in range(engines)}
-        self.reports = 0
+        # of all calls; seconds of processor time
+        self.reports, self.spent = 0, 0.0
 
     async def call(self, engine: str, method: str, *args: Any) -> Any:
         own, has_news = self.engines[engine], method != "report"
         while not has_news:
             await asyncio.sleep(BEAT_S)
+            begun = time.thread_time()
             has_news = own.advance()
+            self.spent += time.thread_time() - begun
         self.reports += method == "report"
+        begun = time.thread_time()
         found = own.answer(method, args)
+        self.spent += time.thread_time() - begun
         if args and args[0] == "spec_rollout_standing":
             found[0]["host"] = f"host {int(engine.removeprefix('engine-')) // 8}"
         return found
@@ -157,7 +143,7 @@ class Timed(Driver):
         self.spent.append(time.thread_time() - begun)
 
 
-async def measure(engines: int, ladder: str, beats: int, seed: int) -> DriverCost:
+async def measure(engines: int, ladder: str, beats: int, seed: int) -> Row:
     """One batch."""
     lines, rng = StandIns(engines), random.Random(seed)
     driver = Timed(lines, list(lines.engines), ladder)
@@ -179,21 +165,22 @@ async def measure(engines: int, ladder: str, beats: int, seed: int) -> DriverCos
     driver.add(asked)
     while driver.waiting:
         await asyncio.sleep(BEAT_S)
-    lines.reports, spent = 0, time.thread_time()
+    lines.reports, lines.spent, spent = 0, 0.0, time.thread_time()
     for one in lines.engines.values():
         one.beats = 0
     while len(found) < count and sum(one.beats for one in lines.engines.values()) < beats * engines:
         await asyncio.sleep(BEAT_S)
     passed = BEAT_S * sum(one.beats for one in lines.engines.values()) / engines
-    share = (time.thread_time() - spent) / passed
+    spent = time.thread_time() - spent
     driver.stop(GroupError("it was long enough", ""))
     if helping is not None:
         helping.cancel()
     first, *others = sorted(driver.spent, reverse=True)
-    return DriverCost(
+    return Row(
         engines=engines,
         ladder=ladder,
-        share=share,
+        share=(spent - lines.spent) / passed,
+        stand_ins=lines.spent / passed,
         decision_ms=1e3 * sum(others) / len(others),
         first_ms=1e3 * first,
         reports=lines.reports,
@@ -213,7 +200,7 @@ def _asking(lines: StandIns, name: str) -> Any:
     return lambda method, args: asyncio.ensure_future(lines.call(name, "rpc", method, list(args), {}))
 
 
-def measured(settings: Mapping[str, Any]) -> Iterator[DriverCost]:
+def measured(settings: Mapping[str, Any]) -> Iterator[Row]:
     for engines in settings["engines"]:
         for ladder in LADDERS:
             yield asyncio.run(measure(engines, ladder, settings["beats"], settings["seed"]))

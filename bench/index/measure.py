@@ -16,6 +16,7 @@ import numpy as np
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history.tokens import encode_tokens
 
+from ..runner.fields import Row
 from .data import Data, Epoch, Key, Problem, synthetic
 from .systems import LookedUp, Ours, System, Theirs
 
@@ -24,22 +25,6 @@ _APPEND = 4
 """Tokens a step appends in the `append` row."""
 _REPEATS = 3
 """Runs of which the median counts, for times of drafts: one pause of the host spoils a whole 99th percentile."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One comparison."""
-
-    data: str
-    name: str
-    unit: str
-    ours: float
-    # what ours is compared with: arctic-inference, or what the name says; None: a limit alone
-    theirs: float | None
-    ratio: float | None
-    # the ratio (where there is none, ours) must not be above, or for tokens not below, this
-    limit: float | None
-    is_met: bool | None
 
 
 @dataclass(slots=True)
@@ -59,7 +44,13 @@ class Replayed:
 def row(
     data: str, name: str, unit: str, ours: float, theirs: float | None, limit: float | None, *, is_least: bool = False
 ) -> Row:
-    """A row, judged; `is_least`: the limit is a lower one."""
+    """One comparison, judged.
+
+    Args:
+        theirs: what ours is compared with: arctic-inference, or what the name says; None: a limit alone.
+        limit: the ratio (where there is none, ours) must not be above it.
+        is_least: for tokens: not below it.
+    """
     ratio = None if theirs is None else ours / theirs
     value = ours if ratio is None else ratio
     is_met = None if limit is None else (value >= limit if is_least else value <= limit)

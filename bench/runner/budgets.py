@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 
 from .engine_process import EngineProcess
 from .engines import IN_ONE_PROCESS, OURS, STOCK, Engines, Report, sampling, write_answers
+from .fields import Row
 from .models import find_model
-from .rows import SPEEDS, Judged, Pair, Row, Run, grown, ratio
+from .oracle import ORACLE
+from .rows import UNTOLD, Judged, Pair, Run, ratio
 from .scenario import ModelScenario, Session
 from .ties import JUDGE, judge
 
@@ -28,8 +30,7 @@ class Budget:
     # whether waiting requests get their places longest first
     longest_first: bool = True
 
-    @property
-    def title(self) -> str:
+    def __str__(self) -> str:
         draft = "" if self.max_draft_tokens is None else f" {self.max_draft_tokens}"
         return self.name + draft + ("" if self.longest_first else " without longest first")
 
@@ -62,28 +63,6 @@ class Waves:
         ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComparedRow(Row):
-    """A row of one budget beside others."""
-
-    # of the first request's noise
-    seed: int
-    # False: outputs differ, be it at ties, so no speed is told
-    is_comparable: bool
-    # where outputs part and stock's own rounding decides, in words
-    ties: list[str]
-    # whether outputs are stock's, or part at such ties only
-    is_proven: bool
-    # the best other makespan / this one's, median over rounds; on the row of `auto` only
-    auto_to_best: float | None
-
-    @property
-    def reason(self) -> str | None:
-        """Why its speed is not told, if it is for its own outputs."""
-        return f"a proven tie: {self.ties[0]}" if self.is_proven and self.ties else self.difference
-
-
-R = TypeVar("R", bound=ComparedRow)
 L = TypeVar("L")
 
 
@@ -142,20 +121,25 @@ def measure_loads(
     scenario: ModelScenario,
     session: Session,
     loads: Sequence[L],
-    compare: Callable[[BudgetEngines, L], list[R]],
-    lines: Callable[[Sequence[R]], Iterable[str]],
+    compare: Callable[[BudgetEngines, L], list[Row]],
+    lines: Callable[[Sequence[Row]], Iterable[str]],
     *,
     shape: dict[str, int],
     spec_rollout: dict[str, Any],
     is_policy: bool,
-) -> tuple[str, list[R]]:
-    """(the model's title, the rows of all loads); the lines of each are printed when it is over."""
+    units: int,
+) -> tuple[str, list[Row]]:
+    """(the model's title, the rows of all loads); the lines of each are printed when it is over.
+
+    Args:
+        units: of progress, for each load.
+    """
     model, display = scenario.model, session.display
     folder, title = find_model(model, scenario.size, scenario.dtype, scenario.cache, display, is_policy=is_policy)
-    report, rows = display.steps(len(loads) + 2), []
+    report, rows = display.steps(len(loads) * units + 2), []
     oracle = write_answers(session.scratch / "oracle.json", {})
-    if "oracle" in spec_rollout["drafters"]:
-        spec_rollout = {**spec_rollout, "oracle": {"path": str(oracle)}}
+    if spec_rollout["drafters"] == [ORACLE]:
+        spec_rollout = {**spec_rollout, "drafters": [{"name": ORACLE, "path": str(oracle)}]}
     with scenario.make_engines(folder, report, **shape, kind=BudgetEngines, oracle=oracle) as engines:
         engines.start(STOCK)
         engines.start(OURS, spec_rollout)
@@ -164,19 +148,17 @@ def measure_loads(
             for line in lines(own):
                 display.out.print(line, markup=False, highlight=False)
             rows += own
-            report("", 1)
     return title, rows
 
 
 def compared(
-    cls: type[R],
     rows: Mapping[Budget, Row],
     pairs: Mapping[Budget, Sequence[Pair]],
     judged: Mapping[Budget, Judged],
     cost: Callable[[Budget], float],
     fields: Callable[[Budget, Budget | None], dict[str, Any]],
     rivals: Sequence[Budget],
-) -> list[R]:
+) -> list[Row]:
     """The rows with their scenario's fields; that of `auto` is compared with the best of the others.
 
     Where one budget's outputs differ, there is nothing to compare any speed with.
@@ -192,9 +174,14 @@ def compared(
     found = []
     for arm, row in rows.items():
         against, own = best if arm == AUTO else None, judged[arm]
-        more = {} if is_comparable else dict.fromkeys(SPEEDS)
-        more |= {"difference": own.differences[0]} if own.differences else {}
-        more |= {"ties": own.ties, "is_proven": not own.differences, "is_comparable": is_comparable}
-        more["auto_to_best"] = None if against is None else ratio(pairs[against], pairs[AUTO])
-        found.append(grown(cls, row, **more, **fields(arm, against)))
+        told: dict[str, Any] = {**fields(arm, against), **({} if is_comparable else UNTOLD)}
+        told |= {"difference": own.differences[0]} if own.differences else {}
+        told |= {"ties": own.ties, "is_proven": not own.differences, "is_comparable": is_comparable}
+        told["auto_to_best"] = None if against is None else ratio(pairs[against], pairs[AUTO])
+        found.append(row.but(**told))
     return found
+
+
+def reason(row: Row) -> str | None:
+    """Why its speed is not told, if it is for its own outputs."""
+    return f"a proven tie: {row.ties[0]}" if row.is_proven and row.ties else row.difference

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +28,7 @@ WARM_UP_TOKENS = 16
 Report = Callable[[str, int], None]
 """Told what happens now, and how many units of progress are done since."""
 A = TypeVar("A", bound=Hashable)
+C = TypeVar("C", bound=Hashable)
 _EXTEND_REPEATS = 5
 _CORES = 4
 """Of an engine that shares none: its two processes, what they start, and what else runs."""
@@ -148,6 +151,34 @@ class Engines:
     def prompts(self, count: int, most: int = PROMPT_LEN) -> list[list[int]]:
         """Prompts of the tasks, the same in every benchmark that does not say otherwise."""
         return self.encode(problems(count, seed=0), most)
+
+    def rounds(
+        self,
+        cells: Mapping[C, Sequence[A]],
+        numbers: Iterable[int],
+        run: Callable[..., Run | None],
+        *,
+        is_apart: bool = False,
+        after: Callable[[C, int], None] = lambda cell, number: None,
+    ) -> dict[tuple[C, A], list[Pair]]:
+        """Every cell's arms beside stock, round by round; a unit of progress for each time that stock runs.
+
+        Args:
+            cells: cell -> its arms.
+            numbers: of the rounds; -1 is the warm-up.
+            run: (cell, arm, number=) -> what that arm (None: stock) runs in that round; None leaves it out.
+            is_apart: each arm has a run of stock of its own.
+            after: told of a cell and a round when all its arms have run.
+        """
+        pairs: dict[tuple[C, A], list[Pair]] = {(cell, arm): [] for cell, arms in cells.items() for arm in arms}
+        for number, (cell, arms) in itertools.product(numbers, cells.items()):
+            when = f"round {number + 1}" if number >= 0 else "warm-up"
+            for some in [[arm] for arm in arms] if is_apart else [arms]:
+                with self.doing(f"{when}: {cell}, {', '.join(map(str, some))}"):
+                    for arm, pair in run_round(number, some, functools.partial(run, cell, number=number)).items():
+                        pairs[cell, arm].append(pair)
+            after(cell, number)
+        return pairs
 
     def extend_ms(self, prefixes: list[list[int]], num_tokens: list[int], seed: int) -> dict[int, list[float]]:
         """n -> milliseconds of stock's steps that append n tokens to each prefix, which fill whole KV cache blocks."""

@@ -9,7 +9,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..gpu.machine import describe
-from .rows import Row
+from .fields import Columns, Row, cells, columns, value
 
 SCHEMA = 2
 """Changes when a field changes its meaning or goes away; new fields leave it."""
@@ -32,7 +32,7 @@ class Found:
 
     # the model's name, not its place; empty: no model ran
     model: str = ""
-    # dataclasses; those that compare outputs have a field `identical`, and `is_proven` where ties are proven
+    # `Row`s or dataclasses; what compares outputs tells `identical`, and `is_proven` where ties are proven
     rows: Sequence[Any]
     # fields of the report that only one scenario has
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -62,7 +62,7 @@ def as_json(bench: str, settings: Mapping[str, Any], found: Found) -> str:
         "versions": versions(),
         "command": shlex.join(["specrollout", *sys.argv[1:]]),
         "settings": {**named, **settings},
-        "rows": [asdict(row) for row in found.rows],
+        "rows": [row if isinstance(row, Mapping) else asdict(row) for row in found.rows],
         **found.extra,
     }
     # what is no plain value is told as a user writes it
@@ -92,10 +92,6 @@ def versions(*more: str) -> dict[str, Any]:
     return found
 
 
-Columns = Mapping[str, str | Callable[[Any], Any]]
-"""Title -> what a row (a dataclass or a mapping) has there: a function of it, or its field's name and unit."""
-
-
 @dataclass(frozen=True, slots=True)
 class Table:
     """What a scenario prints besides lines of text."""
@@ -106,49 +102,10 @@ class Table:
     left: int = 1
 
 
-def same(*names: str) -> dict[str, str]:
-    """Columns whose titles are their fields' names."""
-    return {name: name for name in names}
-
-
-def value(row: Any, name: str) -> Any:
-    return row.get(name) if isinstance(row, Mapping) else getattr(row, name, None)
-
-
-def number(value: Any, unit: str = "", no: str = "NO") -> str:
-    """A figure, a word or a verdict; `-` where there is nothing to tell."""
-    if value is None or isinstance(value, bool):
-        return {True: "yes", False: no, None: "-"}[value]
-    return f"{value:.2f}{unit}" if isinstance(value, float) else f"{value}{unit}"
-
-
-def cells(rows: Sequence[Any], columns: Columns, no: str = "NO") -> list[list[str]]:
-    """A line of texts per row."""
-
-    def cell(row: Any, column: str | Callable[[Any], Any]) -> str:
-        if isinstance(column, str):
-            name, _, unit = column.partition(" ")
-            return number(value(row, name), unit, no)
-        return number(column(row), no=no)
-
-    return [[cell(row, column) for column in columns.values()] for row in rows]
-
-
-ROWS: Columns = {
-    "run": "name",
-    "identical": "identical",
-    "batch": "batch",
-    "draft": lambda row: row.draft or None,
-    "speed-up": "speedup x",
-    "ideal": "ideal x",
-    "efficiency": "efficiency",
-    "decode only": "decode_speedup x",
-    "tokens/step": "tokens_per_step",
-    "verified/ accepted": "verified_per_accepted",
-    "overhead ms/step": "overhead_ms_per_step",
-    "steps": lambda row: f"{row.stock_steps} -> {row.steps}",
-    "makespan s": lambda row: f"{number(row.stock_makespan_s)} -> {number(row.makespan_s)}",
-}
+ROWS = columns(
+    *("name: run", "identical", "batch", "draft", "speedup", "ideal", "efficiency", "decode_speedup"),
+    *("tokens_per_step", "verified_per_accepted", "overhead_ms_per_step", "steps_of_both", "makespans"),
+)
 """Of what is paired with stock."""
 
 
@@ -177,11 +134,6 @@ def print_table(rows: Sequence[Any], columns: Columns, console: Console, left: i
     for line in cells(rows, columns):
         table.add_row(*map(escape, line))
     console.print(table)
-
-
-def span(ends: Sequence[float] | None) -> str | None:
-    """Lower and upper quartile."""
-    return None if ends is None else f"{ends[0]:.2f} to {ends[1]:.2f}"
 
 
 def _cpu_model() -> str:

@@ -7,23 +7,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .report import Columns, cells, number, same, span, value
+from .fields import FIELDS, Columns, cells, columns, number, speedup
 from .rows import quartiles
 
 SCHEMA = 1
-_ROW = (
-    *("pattern", "accuracy", "batch", "name", "draft", "num_requests", "output_tokens", "identical", "difference"),
-    *("speedup", "speedup_quartiles", "ideal", "efficiency", "decode_speedup", "makespan_s", "stock_makespan_s"),
-    *("steps", "stock_steps", "tokens_per_step", "nodes_per_step", "verified_per_accepted", "overhead_ms_per_step"),
-    *("tokens_per_s", "stock_tokens_per_s", "step_ms", "stock_ms"),
-    *("seed", "auto_to_best", "best_draft", "best", "switches", "steps_on", "steps_off", "length_ratio"),
-)
-"""Fields kept of a row, where it has them."""
-_DEVICE = (
-    *(*_ROW, "times"),
-    *("compared", "ties", "drafted", "accepted", "branches", "unit", "measured", "predicted", "quartiles"),
-)
-"""Fields kept of a row of a GPU's, where they may be told."""
+_ROW = [name for name, field in FIELDS.items() if field.is_kept]
+_DEVICE = [name for name, field in FIELDS.items() if field.is_kept or field.is_kept_of_gpu]
 
 
 def reduced(report: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,7 +84,7 @@ def _on_device(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _known(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """What the row tells of these."""
-    return {name: row[name] for name in names if row.get(name) is not None}
+    return {name: row[name] for name in names if row.get(name) not in (None, [])}
 
 
 _ROWS = {
@@ -125,117 +114,41 @@ def table(rows: Sequence[Any], columns: Columns) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def speedup(row: Row) -> str | None:
-    """Median, quartiles in brackets; nothing of outputs that differ."""
-    if row.get("speedup") is None:
-        return None if row.get("identical") is not False else "outputs differ"
-    if row.get("rounds", 1) == 1:
-        return f"{row['speedup']:.2f}x"
-    low, high = row["speedup_quartiles"]
-    return f"{row['speedup']:.2f}x ({low:.2f} to {high:.2f})"
-
-
-_SHARED: Columns = {"speed-up": speedup, "makespan, s": "makespan_s"}
-CURVES: Columns = {
-    "at once": "batch",
-    **same("name", "identical"),
-    "tokens a step": "tokens_per_step",
-    "nodes a step": "nodes_per_step",
-    "steps": lambda row: f"{value(row, 'stock_steps')} -> {value(row, 'steps')}",
-    "step, ms": "step_ms",
-    "stock's, ms": "stock_ms",
-    "tokens a second": "tokens_per_s",
-    "stock's": "stock_tokens_per_s",
-    "of stock's": "speedup x",
-    "quartiles": lambda row: span(value(row, "speedup_quartiles")),
-}
-_ROLLOUT: Columns = {
-    **same("name", "batch", "draft"),
-    **_SHARED,
-    "ideal": "ideal x",
-    "steps": lambda row: f"{row['stock_steps']} -> {row['steps']}",
-}
-_TRY: Columns = {
-    "epoch": "name",
-    **same("batch", "identical"),
-    **_SHARED,
-    "tokens/step": "tokens_per_step",
-    "steps": lambda row: f"{row['stock_steps']} -> {row['steps']}",
-}
-_GRPO: Columns = {
-    **same("epoch", "engine"),
-    "seconds": lambda row: None if row.get("identical") is False else f"{row['wall_s']:.1f}",
-    "steps": "steps",
-    "speed-up": "speedup x",
-    # of stock's answers, which are ours too; vLLM's own methods answer otherwise
-    "reward": lambda row: row["reward"] if row["engine"] == "stock" else None,
-}
-_LOAD: Columns = {
-    "pattern": "pattern",
-    "budget": "name",
-    **_SHARED,
-    "switches": "switches",
-    "auto / best": lambda row: None if row.get("best") is None else f"{row['auto_to_best']:.2f} ({row['best']})",
-}
-INDEX: Columns = {**same("data", "name", "unit", "ours", "theirs", "ratio", "limit"), "met": "is_met"}
-MET: Columns = {
-    **same("drafter", "temperature", "positions"),
-    "1 - d": "overlap",
-    **same("greedy", "shared", "learned"),
-    "greedy, two": "greedy_two",
-    "shared, two": "shared_two",
-    "learned, two": "learned_two",
-    "two / (1 - d)": lambda row: number(row["learned_two"] / row["overlap"] if row["overlap"] else None, "x"),
-    "sharpness": lambda row: f"{row['sharpness']:g}",
-    "ms per draft": "draft_ms",
-}
+_ROLLOUT = columns("name", "batch", "draft", "speedup_told", "makespan_s", "ideal", "steps_of_both")
 
 
 def _drafters(run: Mapping[str, Any]) -> str:
     """How often each one is met; and, where they were timed, the arms."""
     met = [row for row in run["rows"] if "overlap" in row]
     timed = [row for row in run["rows"] if "overlap" not in row]
-    return "\n\n".join(table(rows, columns) for rows, columns in ((met, MET), (timed, _ROLLOUT)) if rows)
+    return "\n\n".join(table(rows, shown) for rows, shown in ((met, MET), (timed, _ROLLOUT)) if rows)
 
 
-def _micros(way: str) -> Callable[[Row], str | None]:
-    """Median and quartiles of one way of computing the same."""
-
-    def show(row: Row) -> str | None:
-        time = row.get("times", {}).get(way)
-        return None if time is None else f"{time['median_us']:.1f} ({time['low_us']:.1f} to {time['high_us']:.1f})"
-
-    return show
-
-
-_GPU: Columns = {
-    **same("step", "name"),
-    "right": "passed",
-    "ours, us": _micros("ours"),
-    "FA3, us": _micros("fa3 graph"),
-    "tokens compared": "compared",
-    "proven ties": lambda row: None if row.get("compared") is None else len(row["ties"]),
-    "accepted": "accepted",
-    "step, ms": "step_ms",
-    "stock's, ms": "stock_ms",
-    **same("unit", "measured", "predicted"),
-}
+MET = columns(
+    *("drafter", "temperature", "positions", "overlap", "greedy", "shared", "learned", "greedy_two", "shared_two"),
+    *("learned_two", "two_told", "sharpness", "draft_ms"),
+)
+_GPU = columns(
+    *("step", "name", "passed", "ours_us", "flash_us", "compared", "proven_ties", "accepted", "step_ms", "stock_ms"),
+    *("unit", "measured", "predicted"),
+)
 
 
 def _gpu(run: Mapping[str, Any]) -> str:
     """The columns that say anything; of rows that are right or wrong, and no more, how many there are."""
     shown = zip(_GPU.items(), *cells(run["rows"], _GPU, no="no"), strict=True)
-    columns = {title: show for (title, show), *column in shown if set(column) != {"-"}}
-    if len(columns) > 3:
-        return table(run["rows"], columns)
+    told = {title: show for (title, show), *column in shown if set(column) != {"-"}}
+    if len(told) > 3:
+        return table(run["rows"], told)
     wrong = [row["name"] for row in run["rows"] if not row["passed"]]
     return f"{len(run['rows'])} checks; wrong: {', '.join(wrong) or 'none'}."
 
 
 def _grpo(run: Mapping[str, Any]) -> str:
     """With many engines, the first epoch and the sums: all the others are in the file."""
+    shown = columns("epoch", "engine", "seconds", "steps", "speedup", "reward")
     is_long = len({row["engine"] for row in run["rows"]}) > 3
-    return table([row for row in run["rows"] if not is_long or row["epoch"] in ("1", "2 on", "all")], _GRPO)
+    return table([row for row in run["rows"] if not is_long or row["epoch"] in ("1", "2 on", "all")], shown)
 
 
 def _sweep(run: Mapping[str, Any]) -> str:
@@ -244,8 +157,8 @@ def _sweep(run: Mapping[str, Any]) -> str:
     found: dict[tuple[Any, Any], dict[Any, Row]] = {}
     for row in run["rows"]:
         found.setdefault((row.get("accuracy"), row["batch"]), {})[row["draft"]] = row
-    columns: Columns = {
-        **same("accuracy", "batch"),
+    shown: Columns = {
+        **columns("accuracy", "batch"),
         "auto": lambda cell: speedup(cell["of"][0]),
         **{
             f"{draft} tokens": lambda cell, draft=draft: number(cell["of"].get(draft, {}).get("speedup"), "x")
@@ -253,7 +166,7 @@ def _sweep(run: Mapping[str, Any]) -> str:
         },
         "auto / best fixed": lambda cell: cell["of"][0].get("auto_to_best"),
     }
-    return table([{"accuracy": a, "batch": batch, "of": of} for (a, batch), of in found.items()], columns)
+    return table([{"accuracy": a, "batch": batch, "of": of} for (a, batch), of in found.items()], shown)
 
 
 def below_stock(run: Mapping[str, Any]) -> str:
@@ -272,99 +185,45 @@ def below_stock(run: Mapping[str, Any]) -> str:
     return f"- **{run['settings']['model']}**: `auto` is below 0.97x stock {count}: {', '.join(texts)}.\n"
 
 
-def _way(name: str) -> Callable[[Row], str]:
-    """Measured, and the estimate with its error."""
-
-    def show(row: Row) -> str:
-        own = row["ways"][name]
-        if own.get("speedup") is None:
-            return "outputs differ"
-        measured = f"{own['speedup']:.2f}x ({span(own['quartiles'])})"
-        if own["estimated"] is None:
-            return measured
-        return f"{measured}; {own['estimated']:.2f}x, {own['estimated'] / own['speedup'] - 1.0:+.0%}"
-
-    return show
-
-
-DECOUPLED: Columns = {
-    **same("drafter", "batch", "window"),
-    "stock itself": lambda row: span(row.get("stock_quartiles")),
-    "coupled; estimated": _way("coupled"),
-    "decoupled; estimated": _way("decoupled"),
-    **same("fastest", "planned"),
-}
+CURVES = columns(
+    *("batch: at once", "name", "identical", "tokens_per_step: tokens a step", "nodes_per_step: nodes a step"),
+    *("steps_of_both", "step_ms", "stock_ms", "tokens_per_s", "stock_tokens_per_s", "speedup: of stock's"),
+    "speedup_quartiles",
+)
+SERVING = columns("name: run", "identical", "tokens_per_s", "ratio: of stock's", "ratio_quartiles", "added_us")
+LADDER = columns("ladder_told", "makespan_s", "speedup_told: times", "of_best", "moved", "lent")
+DECOUPLED = columns(
+    "drafter", "batch", "window", "stock_quartiles", "coupled_told", "decoupled_told", "fastest", "planned"
+)
+INDEX = columns("data", "name", "unit", "ours", "theirs", "ratio", "limit", "is_met")
+SOAK = columns("name: what", "first", "last", "value_told", "limit_told", "unit", "passed: holds")
 
 
-LADDER: Columns = {
-    "ladder": lambda row: row["ladder"] + (f": {row['chosen']}" if row["ladder"] == "auto" else ""),
-    "makespan, s": "makespan_s",
-    "times": lambda row: speedup({**row, "speedup_quartiles": row.get("quartiles"), "rounds": 2}),
-    "of the best": lambda row: "" if row.get("of_best") is None else f"{row['of_best']:.2f}",
-    "moved": "moved",
-    "lent": "lent",
-}
-
-
-DRIVER: Columns = {
-    **same("engines", "ladder"),
-    "of one core": lambda row: f"{row['share']:.0%}",
-    "a decision, ms": lambda row: f"{row['decision_ms']:.2f}",
-    "the first, ms": lambda row: f"{row['first_ms']:.0f}",
-    **same("reports", "moved", "lent"),
-}
-
-
-def _judged(name: str) -> Callable[[Row], str | None]:
-    """Of memory, the growth as a share; of all else a number."""
-
-    def show(row: Row) -> str | None:
-        value = row.get(name)
-        if value is None:
-            return None
-        return f"{value:.2%}" if row["name"].startswith("memory") else f"{value:.10g}"
-
-    return show
-
-
-SERVING: Columns = {
-    "run": "name",
-    "identical": "identical",
-    "tokens a second": "tokens_per_s",
-    "of stock's": "ratio",
-    "quartiles": lambda row: span(value(row, "ratio_quartiles")),
-    "added to a token, us": "added_us",
-}
-
-SOAK: Columns = {
-    "what": "name",
-    **same("first", "last"),
-    "value": _judged("value"),
-    "limit": _judged("limit"),
-    "unit": "unit",
-    "holds": "passed",
-}
-
-
-def _of(columns: Columns) -> Callable[[Mapping[str, Any]], str]:
-    return lambda run: table(run["rows"], columns)
+def _of(shown: Columns) -> Callable[[Mapping[str, Any]], str]:
+    return lambda run: table(run["rows"], shown)
 
 
 TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
-    "decode": _of({**_ROLLOUT, **same("seed", "rounds", "commit")}),
+    "decode": _of({**_ROLLOUT, **columns("seed", "rounds", "commit")}),
     "rollout": _of(_ROLLOUT),
     "grpo": _grpo,
     "sweep": _sweep,
-    "load": _of(_LOAD),
+    "load": _of(columns("pattern", "name: budget", "speedup_told", "makespan_s", "switches", "auto_told")),
     "serving": _of(SERVING),
     "drafters": _drafters,
     "decoupled": _of(DECOUPLED),
     "ladder": _of(LADDER),
-    "driver": _of(DRIVER),
+    "driver": _of(
+        columns("engines", "ladder", "share", "stand_ins", "decision_ms", "first_ms", "reports", "moved", "lent")
+    ),
     "soak": _of(SOAK),
     "index": _of(INDEX),
     "kernels": _gpu,
-    "try": _of(_TRY),
+    "try": _of(
+        columns(
+            *("name: epoch", "batch", "identical", "speedup_told", "makespan_s", "tokens_per_step", "steps_of_both")
+        )
+    ),
     "curves": _of(CURVES),
 }
 """Scenario, which is its file of bench/results too -> the table of one of its runs."""

@@ -12,12 +12,14 @@ import math
 import statistics
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, zip_longest
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
+
+from .fields import Row
 
 StepTimes = Mapping[int, float]
 """Tokens per request (in a rollout: rows) -> milliseconds of a stock step, at one batch size."""
@@ -207,46 +209,12 @@ class Pair:
     is_timed: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One line of a report; docs/reference/bench.md says what each field means. None: not measured, or not told."""
-
-    name: str
-    batch: int
-    draft: int
-    num_requests: int
-    output_tokens: int
-    identical: bool
-    difference: str | None
-    steps: int
-    stock_steps: int
-    tokens_per_step: float | None
-    nodes_per_step: float | None
-    verified_per_accepted: float | None
-    # what follows is told only if outputs are identical
-    speedup: float | None = None
-    # lower and upper, over rounds
-    speedup_quartiles: tuple[float, float] | None = None
-    ideal: float | None = None
-    efficiency: float | None = None
-    decode_speedup: float | None = None
-    makespan_s: float | None = None
-    stock_makespan_s: float | None = None
-    tokens_per_s: float | None = None
-    stock_tokens_per_s: float | None = None
-    overhead_ms_per_step: float | None = None
-    draft_ms_per_step: float | None = None
-    # tokens per request -> milliseconds of a stock step at this batch
-    stock_step_ms: dict[str, float] | None = None
-    # per timed round: [stock seconds, our seconds]
-    rounds_s: list[list[float]] | None = None
-
-
-SPEEDS = tuple(one.name for one in fields(Row) if one.default is None)
+SPEEDS = (
+    *("speedup", "speedup_quartiles", "ideal", "efficiency", "decode_speedup", "makespan_s", "stock_makespan_s"),
+    *("tokens_per_s", "stock_tokens_per_s", "overhead_ms_per_step", "draft_ms_per_step", "stock_step_ms", "rounds_s"),
+)
 """Fields of a row that are told only if outputs are identical."""
-
-
-R = TypeVar("R", bound=Row)
+UNTOLD: Mapping[str, None] = dict.fromkeys(SPEEDS)
 
 
 def make_row(name: str, batch: int, draft: int, pairs: Sequence[Pair], times: StepTimes | None = None) -> Row:
@@ -269,13 +237,8 @@ def make_row(name: str, batch: int, draft: int, pairs: Sequence[Pair], times: St
         steps=len(last.ours.step_s),
         stock_steps=len(last.stock.step_s),
         **counts,
-        **(_speeds(timed, counts, times) if difference is None else {}),
+        **(_speeds(timed, counts, times) if difference is None else UNTOLD),
     )
-
-
-def grown(cls: type[R], row: Row, **more: Any) -> R:
-    """The row with a scenario's own fields, or others in the place of its."""
-    return cls(**{name: getattr(row, name) for name in Row.__dataclass_fields__} | more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +247,15 @@ class Judged:
 
     ties: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
+
+
+def proven_row(name: str, batch: int, draft: int, pairs: Sequence[Pair], judged: Judged) -> Row:
+    """As `make_row`, of outputs that may part at proven ties: behind those alone a speed is told."""
+    is_told = not judged.differences
+    shown = [replace(p, ours=replace(p.ours, token_ids=p.stock.token_ids)) for p in pairs] if is_told else pairs
+    row = make_row(name, batch, draft, shown)
+    told: dict[str, Any] = {"identical": is_told and not judged.ties, "is_proven": is_told}
+    return row.but(**told, ties=judged.ties, differences=judged.differences, **({} if is_told else UNTOLD))
 
 
 def ratio(ours: Sequence[Pair], than: Sequence[Pair]) -> float:

@@ -10,40 +10,17 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from vllm_specrollout.budgets.registry import make_budget
-from vllm_specrollout.config.drafters import OracleConfig
-from vllm_specrollout.drafters.base import BaseDrafter
-from vllm_specrollout.drafters.oracle import OracleDrafter, load_continuations
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.replay.recorder import Recorder
-from vllm_specrollout.trees.batch import joined
-from vllm_specrollout.types import DraftLimits, RequestBatch, TreeBatch
 from vllm_specrollout.worker.common import config_of
 from vllm_specrollout.worker.models.decoupled import attached
 from vllm_specrollout.worker.profiling import seed_from_profile
 from vllm_specrollout.worker.speculate import recorder_of
 
 from .matching import MatchingMixin
+from .oracle import ORACLE, OracleDrafter
 from .switches import SwitchCounter
-
-
-class ChangingOracle(BaseDrafter):
-    """Drafts as one oracle up to an output position of each request, and as another from there on."""
-
-    name = "oracle"
-
-    def __init__(self, before: OracleDrafter, after: OracleDrafter, position: int) -> None:
-        self._before, self._after, self._position = before, after, position
-
-    def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
-        is_after = np.fromiter(
-            (len(view.token_ids) - view.num_prompt_tokens >= self._position for view in batch.views),
-            np.bool_,
-            batch.size,
-        )
-        return joined(self._before.propose(batch, limits), self._after.propose(batch, limits), is_after)
 
 
 class Tuning(MatchingMixin):
@@ -161,24 +138,13 @@ class Tuning(MatchingMixin):
     def spec_rollout_set_oracle(
         self, path: str, accuracy: Sequence[float], position: int | None = None, then: Sequence[float] = (0.0,)
     ) -> None:
-        """Other answers and another accuracy for the `oracle` drafter.
-
-        Args:
-            path: JSON file of the answers, as `oracle.path`.
-            accuracy: as `oracle.accuracy`.
-            position: output tokens of each request after which `then` holds instead; None: never.
+        """Other answers and another accuracy for the oracle, as `OracleDrafter.replay`.
 
         Raises:
-            ConfigError: the engine has no `oracle`, or the file or the accuracy cannot be used.
+            ConfigError: the engine has no oracle, or the file or the accuracy cannot be used.
         """
-        speculator = self.model_runner.spec_rollout
-        if "oracle" not in speculator.names:
-            raise ConfigError("the engine has no `oracle` drafter", 'start it with {"drafters": ["oracle"]}')
-        answers = load_continuations(path, self.vllm_config.model_config.get_vocab_size())
-        at = speculator.names.index("oracle")
-        first = OracleDrafter(OracleConfig(path=path, accuracy=tuple(accuracy)), answers, at)
-        if position is None:
-            speculator.replace_one(at, first)
-        else:
-            second = OracleDrafter(OracleConfig(path=path, accuracy=tuple(then)), answers, at)
-            speculator.replace_one(at, ChangingOracle(first, second, position))
+        drafters = self.model_runner.spec_rollout.all_drafters()
+        oracle = next((drafter for drafter in drafters if isinstance(drafter, OracleDrafter)), None)
+        if oracle is None:
+            raise ConfigError("the engine has no oracle", f'start it with {{"drafters": ["{ORACLE}"]}}')
+        oracle.replay(path, accuracy, position, then)

@@ -21,27 +21,19 @@ from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.types import FinishReason
 
 from ..gpu.machine import describe
-from ..index.data import Data, recorded
-from ..runner.engines import IN_ONE_PROCESS, OURS, STOCK, Engines, run_round, sampling
+from ..index.data import Data, Key, recorded
+from ..runner.engines import IN_ONE_PROCESS, OURS, STOCK, Engines, sampling
+from ..runner.fields import Row
 from ..runner.interpreter import ENVIRONMENT as INTERPRETED
 from ..runner.models import BARE, bare_model
 from ..runner.report import Found, Table
 from ..runner.results import CURVES
-from ..runner.rows import SPEEDS, Pair, Row, Run, grown, make_row
+from ..runner.rows import UNTOLD, Pair, Run, make_row
 from ..runner.scenario import EngineScenario, Session, command, flag
 
 AGAIN = "stock again"
 """Stock beside itself, in every round: how far a ratio is from 1 by chance."""
 _SAMPLES, _PAST, _DEFAULT = 16, 2, SpecRolloutConfig()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CurveRow(Row):
-    """One batch, of ours or of stock again."""
-
-    # median of all steps but each run's first; None: not told
-    step_ms: float | None = None
-    stock_ms: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +93,7 @@ class Curves(EngineScenario):
             engines.start(STOCK, **self.arguments())
             engines.start(OURS, own, **self.arguments())
             engines.ask(OURS, "trainer", function="begin_epoch", epoch=_PAST)
-            rows = [row for batch in self.batches for row in self._rows(engines, data, batch, rounds)]
+            rows = self._rows(engines, data, rounds)
         return Found(model=f"weights made up, {self.model}", rows=rows)
 
     def _problems(self, batch: int) -> int:
@@ -129,43 +121,46 @@ class Curves(EngineScenario):
             task()
         store.close()
 
-    def _rows(self, engines: Engines, data: Data, batch: int, rounds: range) -> list[CurveRow]:
-        """Both rows of one batch; the first round is the warm-up, and the only one where nothing is timed."""
-        keys = [key for key in data.answers if key[0] < self._problems(batch)]
-        prompts = [data.problems[p].prompt.tolist() for p, _ in keys]
-        answers = [data.answers[key][: self.tokens].tolist() for key in keys]
-        arrivals = [max(0, i + 1 - batch) for i in range(len(keys))]
+    def _rows(self, engines: Engines, data: Data, rounds: range) -> list[Row]:
+        """Both rows of each batch; the first round is the warm-up, and the only one where nothing is timed."""
+        arms = (OURS,) if self.is_interpreted else (AGAIN, OURS)
 
-        def run(arm: str | None) -> Run:
+        def asked(batch: int) -> dict[Key, list[int]]:
+            """Problem and answer -> the tokens to replay."""
+            return {
+                key: ids[: self.tokens].tolist() for key, ids in data.answers.items() if key[0] < self._problems(batch)
+            }
+
+        def run(batch: int, arm: str | None, number: int) -> Run:
+            answers = asked(batch)
+            prompts = [data.problems[p].prompt.tolist() for p, _ in answers]
             params = [
                 sampling(i, len(ids), {"problem_id": _problem(batch, number, p)} if arm == OURS else None)
                 | {"trace_decode_token_ids": ids}
-                for i, ((p, _), ids) in enumerate(zip(keys, answers, strict=True))
+                for i, ((p, _), ids) in enumerate(answers.items())
             ]
+            arrivals = [max(0, i + 1 - batch) for i in range(len(params))]
             return engines.run(OURS if arm == OURS else STOCK, prompts, params, arrives_after=arrivals)
 
-        pairs: dict[str, list[Pair]] = {arm: [] for arm in ((OURS,) if self.is_interpreted else (AGAIN, OURS))}
-        for number in rounds:
-            with engines.doing(f"{batch} at once, round {number + 1} of {max(0, rounds.stop)}"):
-                for arm, pair in run_round(number, list(pairs), run).items():
-                    pairs[arm].append(pair)
-        if any(ids != tuple(answer) for ids, answer in zip(pairs[OURS][-1].stock.token_ids, answers, strict=True)):
-            raise SpecRolloutError(
-                "stock vLLM did not follow the recorded answers", "see whether this vLLM replays traces"
-            )
-        return [self._row(arm, batch, own) for arm, own in pairs.items()]
+        pairs = engines.rounds(dict.fromkeys(self.batches, arms), rounds, run)
+        for batch in self.batches:
+            followed = zip(pairs[batch, OURS][-1].stock.token_ids, asked(batch).values(), strict=True)
+            if any(ids != tuple(answer) for ids, answer in followed):
+                cause = "stock vLLM did not follow the recorded answers"
+                raise SpecRolloutError(cause, "see whether this vLLM replays traces")
+        return [self._row(arm, batch, own) for (batch, arm), own in pairs.items()]
 
-    def _row(self, arm: str, batch: int, pairs: list[Pair]) -> CurveRow:
+    def _row(self, arm: str, batch: int, pairs: list[Pair]) -> Row:
         """No speed of an interpreter's; and none unless all tokens were stock's, which are the recorded ones."""
         if self.is_interpreted:
             pairs = [Pair(stock=pair.stock, ours=pair.ours) for pair in pairs]
         row = make_row(arm, batch, self.max_draft_tokens, pairs)
         if self.is_interpreted or not row.identical:
-            return grown(CurveRow, row, **dict.fromkeys(SPEEDS))
+            return row.but(**UNTOLD, step_ms=None, stock_ms=None)
         timed = [pair for pair in pairs if pair.is_timed]
         step_ms = statistics.median(ms for pair in timed for ms in pair.ours.step_ms())
         stock_ms = statistics.median(ms for pair in timed for ms in pair.stock.step_ms())
-        return grown(CurveRow, row, step_ms=step_ms, stock_ms=stock_ms)
+        return row.but(step_ms=step_ms, stock_ms=stock_ms)
 
     def title(self, found: Found) -> str:
         times = "; interpreted, so no time is told" if self.is_interpreted else ""

@@ -12,10 +12,12 @@ from vllm_specrollout.cli import flags as cli_flags
 from vllm_specrollout.config import MAX_NODES
 from vllm_specrollout.errors import ConfigError
 
-from ..runner.engines import PROMPT_LEN, STOCK, Engines, run_round, sampling, write_answers
+from ..runner.engines import PROMPT_LEN, STOCK, Engines, sampling, write_answers
+from ..runner.fields import Row
 from ..runner.models import find_model
+from ..runner.oracle import ORACLE
 from ..runner.report import Found, host
-from ..runner.rows import Pair, Row, Run, make_row, step_times
+from ..runner.rows import Run, make_row, step_times
 from ..runner.scenario import ModelScenario, Session, command, flag
 
 SHAPES = ("tree", "chain", "both")
@@ -33,6 +35,9 @@ class Arm:
     engine: str
     # draft tokens per request and step; 0 where nothing is drafted
     draft: int
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.draft or ''}".strip()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +87,11 @@ class Decode(ModelScenario):
         largest = max(self.drafts)
         ranks = self.accuracy if engine == "tree" else self.accuracy[:1]
         return {
-            "drafters": ["oracle"],
+            "drafters": [{"name": ORACLE, "path": str(oracle), "accuracy": list(ranks)}],
             "budget": "fixed",
             "shape": engine,
             "max_draft_tokens": largest,
             "max_depth": largest,
-            "oracle": {"path": str(oracle), "accuracy": list(ranks)},
         }
 
     def max_model_len(self) -> int:
@@ -118,17 +122,21 @@ class Decode(ModelScenario):
 
     def _rows(self, engines: Engines, prompts: list[list[int]]) -> list[Row]:
         """All batches under all arms, round by round."""
-        arms = self.arms()
-        pairs: dict[tuple[int, Arm], list[Pair]] = {(n, arm): [] for n in self.batches for arm in arms}
-        extend: dict[int, dict[int, list[float]]] = {batch: {} for batch in self.batches}
-        for number in range(-1, self.rounds):
-            for batch, arm in pairs:
-                pairs[batch, arm].append(self._pair(engines, prompts[:batch], number, arm))
-                if number >= 0 and arm is arms[-1] and not self.is_off_path:
-                    with engines.doing(f"stock's step times at batch {batch}"):
-                        for n, milliseconds in self._extend(engines, prompts[:batch]).items():
-                            extend[batch].setdefault(n, []).extend(milliseconds)
-        rows = []
+        arms, extend = self.arms(), {batch: dict[int, list[float]]() for batch in self.batches}
+
+        def run(batch: int, arm: Arm | None, number: int) -> Run:
+            is_stock = arm is None or arm.engine == INSTALLED
+            params = self.params(batch, None if is_stock else arm.draft)
+            return engines.run(STOCK if arm is None else arm.engine, prompts[:batch], params)
+
+        def after(batch: int, number: int) -> None:
+            if number >= 0 and not self.is_off_path:
+                with engines.doing(f"stock's step times at batch {batch}"):
+                    for n, milliseconds in self._extend(engines, prompts[:batch]).items():
+                        extend[batch].setdefault(n, []).extend(milliseconds)
+
+        cells, rows = dict.fromkeys(self.batches, arms), []
+        pairs = engines.rounds(cells, range(-1, self.rounds), run, is_apart=True, after=after)
         for (batch, arm), own in pairs.items():
             decode_ms = [ms for pair in own if pair.is_timed for ms in pair.stock.step_ms()]
             times = step_times(decode_ms, extend[batch] or {1: [0.0]})
@@ -143,16 +151,6 @@ class Decode(ModelScenario):
                 run = engines.record(prompts[:batch], self.params(batch, None))
                 recorded |= {problem_id(batch, i): ids for i, ids in enumerate(run.token_ids)}
         write_answers(oracle, recorded)
-
-    def _pair(self, engines: Engines, prompts: list[list[int]], number: int, arm: Arm) -> Pair:
-        def run(one: Arm | None) -> Run:
-            name = STOCK if one is None else one.engine
-            draft = arm.draft if name not in (STOCK, INSTALLED) else None
-            return engines.run(name, prompts, self.params(len(prompts), draft))
-
-        when = f"round {number + 1} of {self.rounds}" if number >= 0 else "warm-up"
-        with engines.doing(f"{when}: batch {len(prompts)}, {arm.name}" + (f" {arm.draft}" if arm.draft else "")):
-            return run_round(number, [arm], run)[arm]
 
     def _extend(self, engines: Engines, prompts: list[list[int]]) -> dict[int, list[float]]:
         """One round of stock's step times at this batch, over prefixes about as long as the context half way."""

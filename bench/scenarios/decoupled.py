@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,6 +20,7 @@ from vllm_specrollout.types import MOST_NODES
 from ..policy import DRAFT
 from ..policy.reward import problems
 from ..runner.engines import IN_ONE_PROCESS, PROMPT_LEN, STOCK, Engines, run_round, sampling
+from ..runner.fields import Row
 from ..runner.models import find_model, quarter_drafter
 from ..runner.report import Found, Table
 from ..runner.results import DECOUPLED as COLUMNS
@@ -31,41 +32,6 @@ _ARMS = (COUPLED, DECOUPLED)
 QUARTER, SMALL = "quarter", "small"
 _EARLIER = 1000  # added to the seed, of answers that times and match rates are taken from
 _EPOCHS = 4  # of earlier answers, for match rates
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """One way to draft in one setting."""
-
-    # times plain decoding, and the quartiles over rounds; None where an output is not stock's
-    speedup: float | None
-    quartiles: tuple[float, float] | None
-    # None: the planner does not know this way
-    estimated: float | None
-    tokens_per_step: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One setting."""
-
-    drafter: str
-    batch: int
-    window: int
-    identical: bool
-    difference: str | None
-    # coupled and decoupled
-    ways: Mapping[str, Way]
-    # the fastest by estimate and by measurement, and how much slower the first is than the second
-    planned: str
-    fastest: str | None = None
-    lost: float | None = None
-    # of plain decoding, all requests together
-    stock_tokens_per_s: float | None = None
-    # stock's speed in a round over its median, lower and upper: what is smaller is no finding
-    stock_quartiles: tuple[float, float] | None = None
-    # what the estimates were made of, see `Facts`
-    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +72,7 @@ class Decoupled(EngineScenario):
         return f"{found.model}, {self.dtype}: times plain decoding, measured (estimated, error)"
 
     def told(self, found: Found) -> Iterator[Table | str]:
-        yield Table([asdict(row) for row in found.rows], COLUMNS)
+        yield Table(found.rows, COLUMNS)
         for row in found.rows:
             if row.difference is not None:
                 yield f"{row.drafter}, batch {row.batch}, window {row.window}: {row.difference}"
@@ -142,9 +108,13 @@ class _Bench:
     def _name(self, arm: str) -> str:
         return f"{self._drafter} {arm}"
 
-    def _round(self, batch: int, window: int, seed: int, round_: int) -> dict[str, Pair]:
-        with self._engines.doing(f"{self._drafter}, batch {batch}, window {window}"):
-            return run_round(round_, _ARMS, lambda arm: self._run(arm, batch, window, seed))
+    def _earlier(self, batch: int, window: int, round_: int) -> tuple[dict[str, Pair], Any]:
+        """A round over earlier answers, and what the drafter beside did in it."""
+        # told since it was asked last
+        self._engines.tell(self._name(DECOUPLED), "streams")
+        with self._engines.doing(f"{self._drafter}, batch {batch}, window {window}, earlier answers"):
+            pairs = run_round(round_, _ARMS, lambda arm: self._run(arm, batch, window, self._before))
+        return pairs, self._engines.tell(self._name(DECOUPLED), "streams")
 
     def _run(self, arm: str | None, batch: int, window: int, seed: int) -> Run:
         """All requests, so many at once; None: stock."""
@@ -165,22 +135,23 @@ class _Bench:
 
     def run(self) -> list[Row]:
         """Every setting. What it is estimated from comes in turns with what it is compared with, as the host drifts."""
-        scenario, rows, beside = self._scenario, [], self._name(DECOUPLED)
-        match = self._match()
+        scenario, rows, match = self._scenario, [], self._match()
         for batch in scenario.batches:
             learned = Learned(match)
-            found: dict[int, dict[str, list[Pair]]] = {w: {arm: [] for arm in _ARMS} for w in scenario.windows}
-            self._round(batch, scenario.windows[0], scenario.seed, -1)
-            for round_ in range(scenario.rounds):
-                for window, own in found.items():
-                    # told since it was asked last
-                    self._engines.tell(beside, "streams")
-                    pairs = self._round(batch, window, self._before, round_)
-                    learned.add(window, pairs, self._engines.tell(beside, "streams"))
-                    for arm, pair in self._round(batch, window, scenario.seed, round_).items():
-                        own[arm].append(pair)
-            for window, own in found.items():
-                rows.append(self._row(learned.facts(window), batch, window, own))
+
+            def run(window: int, arm: str | None, number: int, batch: int = batch) -> Run:
+                return self._run(arm, batch, window, scenario.seed)
+
+            def after(window: int, number: int, batch: int = batch, learned: Learned = learned) -> None:
+                learned.add(window, *self._earlier(batch, window, number))
+
+            self._earlier(batch, scenario.windows[0], -1)
+            found = self._engines.rounds(
+                dict.fromkeys(scenario.windows, _ARMS), range(scenario.rounds), run, after=after
+            )
+            for window in scenario.windows:
+                pairs = {arm: found[window, arm] for arm in _ARMS}
+                rows.append(self._row(learned.facts(window), batch, window, pairs))
         return rows
 
     def _match(self) -> float:
@@ -204,7 +175,7 @@ class _Bench:
             stock = [pair.stock.num_tokens / pair.stock.wall_s for pair in timed[COUPLED]]
             typical = statistics.median(stock)
             told = {"stock_tokens_per_s": typical, "stock_quartiles": quartiles([one / typical for one in stock])}
-            speeds = {PLAIN: 1.0, **{arm: ways[arm].speedup or 0.0 for arm in _ARMS}}
+            speeds = {PLAIN: 1.0, **{arm: ways[arm]["speedup"] or 0.0 for arm in _ARMS}}
             told["fastest"] = max(speeds, key=speeds.__getitem__)
             told["lost"] = 1.0 - speeds[planned] / speeds[told["fastest"]]
         return Row(
@@ -220,14 +191,15 @@ class _Bench:
         )
 
 
-def measured(pairs: Sequence[Pair], estimated: float | None, is_told: bool) -> Way:
+def measured(pairs: Sequence[Pair], estimated: float | None, is_told: bool) -> dict[str, Any]:
+    """One way to draft in one setting: times plain decoding, its quartiles over rounds, and what was estimated."""
     speeds, last = [pair.stock.wall_s / pair.ours.wall_s for pair in pairs], pairs[-1].ours
-    return Way(
-        speedup=statistics.median(speeds) if is_told else None,
-        quartiles=quartiles(speeds) if is_told else None,
-        estimated=estimated,
-        tokens_per_step=1.0 if last.totals is None else last.num_tokens / last.totals.request_steps,
-    )
+    return {
+        "speedup": statistics.median(speeds) if is_told else None,
+        "quartiles": quartiles(speeds) if is_told else None,
+        "estimated": estimated,
+        "tokens_per_step": 1.0 if last.totals is None else last.num_tokens / last.totals.request_steps,
+    }
 
 
 # --- estimated: from times and match rates of earlier answers, pure ---------------------------------------------------

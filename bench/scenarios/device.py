@@ -20,10 +20,12 @@ from vllm_specrollout.errors import SpecRolloutError
 
 from ..kernels.shapes import Cell
 from ..runner.engines import IN_ONE_PROCESS, STOCK, Engines, run_round, sampling, write_answers
+from ..runner.fields import Columns, Row, columns
 from ..runner.interpreter import ENVIRONMENT as INTERPRETED
 from ..runner.models import BARE, bare_model
-from ..runner.report import Columns, Found, Table, same
-from ..runner.rows import SPEEDS, Judged, Pair, Row, Run, grown, make_row, partings
+from ..runner.oracle import ORACLE
+from ..runner.report import Found, Table
+from ..runner.rows import UNTOLD, Judged, Pair, Run, partings, proven_row
 from ..runner.scenario import EngineScenario, Session, command, flag
 from ..runner.ties import JUDGE, judge
 
@@ -34,29 +36,6 @@ _LESSONS = 3  # runs after which our answers are taken to be what they are: a ti
 _SLACK = 4  # a request may be given drafts beyond its last token
 _TRACED_AT, _JOINING, _JOINING_LEN = 8, 4, 64  # a trace's first step; prompts that join there, and their least tokens
 _PATTERN, _ALLOWED = 32, 12  # the ngram arm's prompts repeat so many tokens, its answers are made of so many
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceRow(Row):
-    """One arm in one cell; `name` says which."""
-
-    # whether outputs are stock's, proven ties apart where they are allowed
-    passed: bool
-    is_proven: bool
-    # where outputs part, in words
-    ties: list[str]
-    differences: list[str]
-    # tokens up to the first difference, over all requests of the last run
-    compared: int
-    # of the last run: drafted nodes, accepted ones, steps that accepted another branch than the first
-    drafted: int | None = None
-    accepted: int | None = None
-    branches: int | None = None
-    # requests whose answers the oracle no longer knew, behind a tie
-    stale: int | None = None
-    # mean of a run's steps but the first, ours and stock's; None: not told
-    step_ms: float | None = None
-    stock_ms: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,12 +128,11 @@ class Device(EngineScenario):
     def spec_rollout(self, shape: str, oracle: Path) -> dict[str, Any]:
         """Our engine's configuration; requests choose their own number of drafts."""
         return {
-            "drafters": ["oracle", *(["ngram"] if "ngram" in self.arms else [])],
+            "drafters": [{"name": ORACLE, "path": str(oracle)}, *(["ngram"] if "ngram" in self.arms else [])],
             "budget": self.budget,
             "shape": shape,
             "max_draft_tokens": self.most_nodes,
             "max_depth": self.most_nodes,
-            "oracle": {"path": str(oracle)},
         }
 
     def environment(self) -> dict[str, str]:
@@ -205,24 +183,19 @@ _ENGINES: Columns = {
     "MiB": "device_mib",
 }
 _IDENTITY: Columns = {
-    "row": "name",
-    "right": "passed",
-    **same("identical", "compared"),
+    **columns("name: row", "passed", "identical", "compared: compared"),
     "ties": lambda row: len(row.ties),
     "unproven": lambda row: len(row.differences),
-    **same("drafted", "accepted", "branches"),
-    "steps": lambda row: f"{row.stock_steps} -> {row.steps}",
+    **columns("drafted", "accepted", "branches", "steps_of_both"),
 }
-_SPEED: Columns = {
-    "row": "name",
-    "decode only": "decode_speedup x",
-    "whole": "speedup x",
-    "nodes/step": "nodes_per_step",
-    "step ms": "step_ms",
-    "stock ms": "stock_ms",
-    "stale": "stale",
+_SPEED = columns(
+    *("name: row", "decode_speedup", "speedup: whole", "nodes_per_step", "step_ms: step ms", "stock_ms: stock ms"),
+    "stale",
+)
+_TRACE: Columns = {
+    "trace": "name",
+    **{name: name for name in ("graph", "rows", "padded", "span_ms", "busy_ms", "gap_ms", "launches")},
 }
-_TRACE: Columns = {"trace": "name", **same("graph", "rows", "padded", "span_ms", "busy_ms", "gap_ms", "launches")}
 """Of one step each."""
 
 
@@ -256,7 +229,7 @@ class _Bench:
             own = scenario.spec_rollout(name, write_answers(self._scratch / f"{name}.json", {}))
         self._engines.start(name, own, **arguments)
 
-    def row(self, cell: Cell, arm: str, nodes: int) -> DeviceRow:
+    def row(self, cell: Cell, arm: str, nodes: int) -> Row:
         """Warm-up and rounds, the order alternating; or one run of each. Every run is compared with stock's beside."""
         engine, rounds = _engine_of(arm), self._scenario.rounds
 
@@ -273,7 +246,7 @@ class _Bench:
                     break
         made = self._made(cell, arm, nodes, pairs)
         stale = {one.request for pair in pairs for one in partings(taught, pair.ours)} if taught else set()
-        return replace(made, stale=len(stale) if taught else None)
+        return made.but(stale=len(stale) if taught else None)
 
     def trace(self, cell: Cell, arm: str, nodes: int, joins: bool) -> dict[str, Any]:
         """What the device does in five steps, in the first of which prompts may join; docs/gpu.md has the fields."""
@@ -288,31 +261,23 @@ class _Bench:
         title = f"{self._title(cell, arm, nodes)}{', prompts join' if joins else ''}"
         return {"name": title, **found}
 
-    def _made(self, cell: Cell, arm: str, nodes: int, pairs: Sequence[Pair]) -> DeviceRow:
+    def _made(self, cell: Cell, arm: str, nodes: int, pairs: Sequence[Pair]) -> Row:
         """A row of these runs; no speed but of stock's tokens, or of others behind proven ties alone."""
-        last, judged = pairs[-1], self._judged(cell, arm, pairs)
-        is_told, totals = not judged.differences, last.ours.totals
-        shown = [replace(p, ours=replace(p.ours, token_ids=p.stock.token_ids)) for p in pairs] if is_told else pairs
-        is_alone = arm == STOCK and self._scenario.is_strict
-        is_identical, is_timed = is_told and not judged.ties, bool(self._scenario.rounds) and is_told and not is_alone
-        if totals is not None and nodes and not totals.drafted:
-            judged.differences.append("nothing was drafted, so nothing was checked")
+        judged, is_strict = self._judged(cell, arm, pairs), self._scenario.is_strict or arm == STOCK
+        row, last = proven_row(self._title(cell, arm, nodes), cell.batch, nodes, pairs, judged), pairs[-1]
+        is_alone, totals = arm == STOCK and self._scenario.is_strict, last.ours.totals
         parted = {one.request: one.position for one in partings(last.stock, last.ours)}
-        own: dict[str, Any] = {} if is_timed else dict.fromkeys(SPEEDS)
+        own: dict[str, Any] = {"step_ms": None, "stock_ms": None, **UNTOLD}
+        if self._scenario.rounds and row.is_proven and not is_alone:
+            own = {"step_ms": _step_ms(pair.ours for pair in pairs if pair.is_timed)}
+            own |= {"stock_ms": _step_ms(pair.stock for pair in pairs if pair.is_timed)}
         if totals is not None:
             own |= {"drafted": totals.drafted, "accepted": totals.accepted, "branches": totals.branches_committed}
-        if is_timed:
-            own |= {"step_ms": _step_ms(pair.ours for pair in pairs if pair.is_timed)}
-            own |= {"stock_ms": _step_ms(pair.stock for pair in pairs if pair.is_timed)}
-        is_strict = self._scenario.is_strict or arm == STOCK
-        return grown(
-            DeviceRow,
-            make_row(self._title(cell, arm, nodes), cell.batch, nodes, shown),
-            identical=is_identical,
-            passed=not judged.differences and (is_identical or not is_strict),
+            if nodes and not totals.drafted:
+                judged.differences.append("nothing was drafted, so nothing was checked")
+        return row.but(
+            passed=not judged.differences and (row.identical or not is_strict),
             is_proven=not judged.differences and not is_strict,
-            ties=judged.ties,
-            differences=judged.differences,
             compared=sum(parted.get(i, len(ids)) for i, ids in enumerate(last.stock.token_ids)),
             **own,
         )

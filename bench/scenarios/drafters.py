@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,11 +13,12 @@ from vllm_specrollout.errors import ConfigError
 
 from ..policy.reward import problems
 from ..policy.tasks import Problem
-from ..runner.engines import PROMPT_LEN, STOCK, Engines, asking, run_round
+from ..runner.engines import PROMPT_LEN, STOCK, Engines, asking
+from ..runner.fields import Row
 from ..runner.models import DEPTH, find_model, shipped_drafters
 from ..runner.report import Found, Table, paired
 from ..runner.results import MET
-from ..runner.rows import Pair, Row, Run, make_row
+from ..runner.rows import Pair, Run, make_row
 from ..runner.scenario import EngineScenario, Session, command, flag
 
 GREEDY, SHARED, COMB, UNION = "greedy", "shared noise", "comb", "union"
@@ -25,28 +26,6 @@ _AS = {GREEDY: ((1.0, 0.0), False), SHARED: (None, False), COMB: (None, True), U
 """Arm -> weights of log probabilities and noise (None: learned), and whether it has alternatives."""
 _HOST = ("ngram",)
 """Drafters beside the model in the union; a history would know every round but the first."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Met:
-    """How often one drafter's next token is the target's, over all positions of plain decoding."""
-
-    drafter: str
-    temperature: float
-    positions: int
-    # what rejection sampling would accept: 1 - total variation distance
-    overlap: float
-    # share of positions: the first choice, and one of the first two
-    greedy: float
-    greedy_two: float
-    shared: float
-    shared_two: float
-    learned: float
-    learned_two: float
-    # what was learned in the end: the weight of the model's log probabilities over that of the noise
-    sharpness: float
-    # milliseconds of a pass, per request
-    draft_ms: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +88,7 @@ class Drafters(EngineScenario):
         timed = len(_AS) * len(self.batches) * (self.rounds + 1) if self.rounds else 0
         report = session.display.steps(1 + len(drafters) * (2 + len(self.temperatures) + timed))
         shape = {"seqs": max(self.batches, default=32), "length": PROMPT_LEN + self.max_tokens, "width": 2 * PROMPT_LEN}
-        met: list[Met] = []
+        met: list[Row] = []
         rows: list[Row] = []
         chosen = problems(self.prompts, self.seed)
         with self.make_engines(folder, report, **shape) as engines:
@@ -121,14 +100,13 @@ class Drafters(EngineScenario):
                 if self.rounds:
                     engines.start(f"{name}, {UNION}", self.spec_rollout(given, UNION))
                     depth = int(given.get("num_speculative_tokens", 0))
-                    for batch in self.batches:
-                        pairs = self._pairs(engines, name, chosen, prompts[:batch])
-                        rows += [make_row(f"{name}, {arm}", batch, depth, own) for arm, own in pairs.items()]
-        return Found(model=title, rows=rows, extra={"met": [asdict(one) for one in met]})
+                    for (batch, arm), own in self._pairs(engines, name, chosen, prompts).items():
+                        rows.append(make_row(f"{name}, {arm}", min(batch, len(prompts)), depth, own))
+        return Found(model=title, rows=rows, extra={"met": met})
 
     def _match(
         self, engines: Engines, name: str, chosen: Sequence[Problem], prompts: list[list[int]], temperature: float
-    ) -> Met:
+    ) -> Row:
         """How often this drafter is met."""
         with engines.doing(f"{name}: match rates at temperature {temperature:g}"):
             engines.tell(name, "matches", start=True)
@@ -137,22 +115,17 @@ class Drafters(EngineScenario):
 
     def _pairs(
         self, engines: Engines, name: str, chosen: Sequence[Problem], prompts: list[list[int]]
-    ) -> dict[str, list[Pair]]:
-        """Every arm against stock, at one batch."""
+    ) -> dict[tuple[int, str], list[Pair]]:
+        """Every arm against stock, at every batch."""
 
-        def run(arm: str | None) -> Run:
+        def run(batch: int, arm: str | None, number: int) -> Run:
             engine = STOCK if arm is None else f"{name}, {UNION}" if arm == UNION else name
             if arm is not None:
                 weights, is_comb = _AS[arm]
                 engines.tell(engine, "draft_as", weights=weights, is_comb=is_comb)
-            return engines.run(engine, prompts, self.params(chosen, len(prompts), 1.0, is_ours=arm is not None))
+            return engines.run(engine, prompts[:batch], self.params(chosen, batch, 1.0, is_ours=arm is not None))
 
-        pairs: dict[str, list[Pair]] = {arm: [] for arm in _AS}
-        for number in range(-1, self.rounds):
-            for arm in _AS:
-                with engines.doing(f"{name}, {arm}, batch {len(prompts)}"):
-                    pairs[arm].append(run_round(number, [arm], run)[arm])
-        return pairs
+        return engines.rounds(dict.fromkeys(self.batches, list(_AS)), range(-1, self.rounds), run, is_apart=True)
 
     def title(self, found: Found) -> str:
         return f"{found.model}, {self.dtype}: {self.prompts} problems x {self.samples} answers"
@@ -161,11 +134,12 @@ class Drafters(EngineScenario):
         return [Table(found.extra["met"], MET), *(paired(found.rows) if found.rows else ())]
 
 
-def _met(name: str, temperature: float, sums: dict[str, Any]) -> Met:
+def _met(name: str, temperature: float, sums: dict[str, Any]) -> Row:
+    """How often one drafter's next token is the target's, over all positions of plain decoding."""
     positions = max(int(sums["positions"]), 1)
     shares = {way: sums["first"].get(way, 0) / positions for way in ("greedy", "shared", "learned")}
     two = {f"{way}_two": sums["best_two"].get(way, 0) / positions for way in shares}
-    return Met(
+    return Row(
         drafter=name,
         temperature=temperature,
         positions=int(sums["positions"]),

@@ -25,8 +25,7 @@ from ..runner.report import Found, Table
 from ..runner.scenario import EngineScenario, Session, command, flag
 
 HEAD = "head"
-GROUP = "group"
-ENGINES = (STOCK, "ngram", SUFFIX, OURS, HEAD, GROUP)
+ENGINES = (STOCK, "ngram", SUFFIX, OURS, HEAD)
 # vLLM's own drafters, by `speculative_config`; what is not named has vLLM's default
 _NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 7, "prompt_lookup_min": 3}
 ABLATIONS: Mapping[str, Mapping[str, Any]] = {
@@ -57,7 +56,7 @@ class Grpo(EngineScenario):
     )
     engines: tuple[str, ...] = flag(
         (STOCK, OURS),
-        "Which engines roll out: stock, ngram, suffix, ours, head (ours, with the policy's EAGLE-3 head), group (two).",
+        "Which engines roll out: stock, ngram, suffix, ours, head (ours, with the policy's EAGLE-3 head).",
         choices=ENGINES,
     )
     spec_rollout: dict[str, Any] = flag({"drafters": ["history"]}, "Our engine's configuration, JSON or a file of it.")
@@ -138,7 +137,6 @@ class Grpo(EngineScenario):
             Arm(name=SUFFIX, speculative_config=self.suffix, import_path=self.suffix_path),
             Arm(name=OURS, spec_rollout=self.spec_rollout),
             Arm(name=HEAD, spec_rollout=self.spec_rollout, has_head=True),
-            Arm(name=GROUP, spec_rollout=self.spec_rollout, engines=2),
         ]
         chosen = {*self.engines, OURS} if self.ablate else set(self.engines)
         arms = [arm for arm in made if arm.name in chosen]
@@ -208,7 +206,7 @@ class Grpo(EngineScenario):
 
         steps, more_notes = Loop(self, policy, size, make_fleet, report).run(together, variants)
         rows = epoch_rows(steps)
-        extra = {"epochs": [asdict(row) for row in rows], "notes": notes + more_notes}
+        extra = {"epochs": rows, "notes": notes + more_notes}
         return Found(model=title, rows=steps, extra=extra, more=rows)
 
     def title(self, found: Found) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 from ..kernels.shapes import ATTENTION_CHECKS, CHECKED, COMMIT_CHECKS, VERIFY_CHECKS, Attention
+from ..runner.fields import Row, columns
 from ..runner.interpreter import ENVIRONMENT as INTERPRETED
 from ..runner.report import Found, Table
 from ..runner.scenario import Scenario, Session, command, flag
@@ -16,17 +17,6 @@ from ..runner.scenario import Scenario, Session, command, flag
 KERNELS = ("attention", "verify", "commit")
 _MOST_INTERPRETED = 7
 """Nodes of a check on a CPU, where kernels are interpreted."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelRow:
-    """One kernel at one shape."""
-
-    name: str
-    passed: bool
-    # against what, and how far off
-    checked: str
-    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +37,10 @@ class Kernels(Scenario):
         for name, job in jobs:
             report(name, 0)
             try:
-                rows.append(KernelRow(name=name, **job()))
+                rows.append(Row(name=name, notes=[], **job()))
             except Exception as error:
-                rows.append(KernelRow(name=name, passed=False, checked=f"{type(error).__name__}: {error}"[:500]))
+                told = f"{type(error).__name__}: {error}"[:500]
+                rows.append(Row(name=name, passed=False, checked=told, notes=[]))
                 if not self._is_usable():
                     rows[-1].notes.append("the device is of no more use to this process: what follows is left out")
                     break
@@ -90,7 +81,7 @@ class Kernels(Scenario):
         return f"kernels on {found.extra['device']['name']}"
 
     def told(self, found: Found) -> Iterator[Table | str]:
-        yield Table(found.rows, {"row": "name", "right": "passed"})
+        yield Table(found.rows, columns("name: row", "passed"))
         for row in found.rows:
             yield from (f"{row.name}: {text}" for text in ([row.checked] if row.passed is False else []) + row.notes)
 

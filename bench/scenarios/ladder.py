@@ -7,7 +7,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,6 +22,7 @@ from vllm_specrollout.scheduling.lengths import Lengths
 from ..policy import DRAFT
 from ..policy.reward import Problem, problems
 from ..runner.engines import IN_ONE_PROCESS, PROMPT_LEN, STOCK, sampling
+from ..runner.fields import Row
 from ..runner.models import find_model, quarter_drafter
 from ..runner.plots import plot_workers
 from ..runner.report import Found, Table
@@ -48,27 +49,6 @@ class Bar:
     begin_s: float
     end_s: float
     tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One ladder."""
-
-    ladder: str
-    # what `auto` came to in the last round
-    chosen: str
-    identical: bool
-    difference: str | None
-    # of all rounds: requests that an idle engine took over, and drafters that were lent
-    moved: int
-    lent: int
-    # seconds, median over rounds; None where an output is not stock's, as below
-    makespan_s: float | None = None
-    # of the first ladder's in the same round
-    speedup: float | None = None
-    quartiles: tuple[float, float] | None = None
-    # the same against the fastest of the ladders that are named, by their medians
-    of_best: float | None = None
 
 
 class TimedGroup(SpecGroup):
@@ -253,7 +233,7 @@ class Ladder(EngineScenario):
         return f"{found.model}, {self.dtype}, {self.workers} workers, {self.requests} requests"
 
     def told(self, found: Found) -> Iterator[Table | str]:
-        yield Table([asdict(row) for row in found.rows], LADDER)
+        yield Table(found.rows, LADDER)
         yield from (f"{row.ladder}: {row.difference}" for row in found.rows if row.difference is not None)
 
     def draw(self, found: Found, path: Path) -> None:

@@ -13,10 +13,12 @@ from rich.console import Console
 from vllm_specrollout.config import BUDGETS, MAX_NODES
 
 from ..policy.reward import problems
-from ..runner.budgets import AUTO, Budget, BudgetEngines, ComparedRow, Waves, compared, measure_loads
-from ..runner.engines import OURS, run_round
+from ..runner.budgets import AUTO, Budget, BudgetEngines, Waves, compared, measure_loads, reason
+from ..runner.engines import OURS
+from ..runner.fields import Row
+from ..runner.oracle import ORACLE
 from ..runner.report import Found
-from ..runner.rows import Pair, Run, make_row
+from ..runner.rows import Run, make_row
 from ..runner.scenario import ModelScenario, Session, command, flag
 from .rollout import DRAFTERS
 
@@ -35,22 +37,6 @@ _TAIL_TOKENS, _TOKENS = 1024, 96
 _POOL = 400
 _EPOCHS = 4
 """Passes over a tail's problems, with other noise, before anything is timed: what lengths are learned from."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RampRow(ComparedRow):
-    """A row of one pattern under one budget; `batch` is the most requests at once."""
-
-    pattern: str
-    # of the last round, as `spec_rollout_switches` counts them
-    switches: int
-    mind_changes: int
-    steps_on: int
-    steps_off: int
-    # 75th percentile of the answers' lengths / the longest
-    length_ratio: float
-    # the fastest other budget; on the row of `auto` only
-    best: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +84,12 @@ class Ramp(ModelScenario):
     def measure(self, session: Session) -> Found:
         assert self.tokens is not None
         length = (4 if self.is_tail else 1) * PROMPT_LEN + self.tokens + 1
-        most, drafters = self.max_draft_tokens, list(DRAFTERS) if self.is_tail else ["oracle"]
+        most, drafters = self.max_draft_tokens, list(DRAFTERS) if self.is_tail else [ORACLE]
         more: dict[str, Any] = {
             "shape": {"seqs": self.seqs, "length": length, "width": 4 * PROMPT_LEN},
             "spec_rollout": {"drafters": drafters, "max_draft_tokens": most, "max_depth": most},
             "is_policy": self.is_tail and self.model is None,
+            "units": self.rounds + 1,
         }
         title, rows = measure_loads(self, session, self.loads(), self._compare, pattern_lines, **more)
         return Found(model=title, rows=rows, extra={"summary": summary(rows)})
@@ -122,20 +109,17 @@ class Ramp(ModelScenario):
         more = {"prompts": engines.encode(chosen), "seed": self.seed, "is_to_the_end": False}
         return Waves(name=name, lengths=(tokens,) * len(chosen), arrives_after=(0,) * len(chosen), **more)
 
-    def _compare(self, engines: BudgetEngines, name: str) -> list[RampRow]:
+    def _compare(self, engines: BudgetEngines, name: str) -> list[Row]:
         """One pattern under all budgets."""
         arms, waves = self.arms(), self._waves(engines, name)
         recorded = engines.recorded(waves)
         if not self.is_tail:
             engines.set_answers(recorded, self.accuracy, waves.turns_bad_at)
-        pairs: dict[Budget, list[Pair]] = {arm: [] for arm in arms}
         switches: dict[Budget, dict[str, int]] = {}
 
-        def run(arm: Budget | None) -> Run:
+        def run(_: str, arm: Budget | None, number: int) -> Run:
             if arm is None:
                 return recorded if number < 0 else engines.run_waves(None, waves)
-            when = "warm-up" if number < 0 else f"round {number + 1} of {self.rounds}"
-            engines.report(f"{name}: {when}, {arm.title}", 0)
             engines.set_budget(arm, is_fresh=number < 0)
             if self.is_tail and number < 0 and arm.longest_first:
                 # earlier epochs: other answers to the same problems
@@ -143,14 +127,13 @@ class Ramp(ModelScenario):
                     engines.run_waves(arm, replace(waves, seed=self.seed + epoch * len(waves.prompts)))
             # counted since it was asked last
             engines.tell(OURS, "switches")
-            found = engines.run_waves(arm, waves)
+            made = engines.run_waves(arm, waves)
             switches[arm] = engines.tell(OURS, "switches")
-            return found
+            return made
 
-        for number in range(-1, self.rounds):
-            for arm, pair in run_round(number, arms, run).items():
-                pairs[arm].append(pair)
-        rows = {arm: make_row(arm.title, min(len(waves.prompts), self.seqs), 0, own) for arm, own in pairs.items()}
+        found = engines.rounds({name: arms}, range(-1, self.rounds), run)
+        pairs = {arm: own for (_, arm), own in found.items()}
+        rows = {arm: make_row(str(arm), min(len(waves.prompts), self.seqs), 0, own) for arm, own in pairs.items()}
         judged = {arm: engines.judge(waves, own) for arm, own in pairs.items()}
         lengths = tail_ratio([len(ids) for ids in pairs[AUTO][-1].stock.token_ids])
         shared = {"pattern": name, "seed": self.seed, "length_ratio": lengths}
@@ -159,12 +142,12 @@ class Ramp(ModelScenario):
             return statistics.median(pair.ours.wall_s for pair in pairs[arm] if pair.is_timed)
 
         def fields(arm: Budget, best: Budget | None) -> dict[str, Any]:
-            return {**switches[arm], **shared, "best": best and best.title}
+            return {**switches[arm], **shared, "best": best and str(best)}
 
-        return compared(RampRow, rows, pairs, judged, cost, fields, [arm for arm in arms if arm != AUTO])
+        return compared(rows, pairs, judged, cost, fields, [arm for arm in arms if arm != AUTO])
 
 
-def pattern_lines(rows: Sequence[RampRow]) -> Iterator[str]:
+def pattern_lines(rows: Sequence[Row]) -> Iterator[str]:
     auto = rows[0]
     head = f"{auto.pattern}: {auto.num_requests} requests, {auto.batch} at once, seed {auto.seed}, "
     yield head + f"p75/max {auto.length_ratio:.2f}"
@@ -173,16 +156,16 @@ def pattern_lines(rows: Sequence[RampRow]) -> Iterator[str]:
         counts = f"on {row.steps_on}, off {row.steps_off} steps, {row.switches} switches ({row.mind_changes} by choice)"
         yield f"  {row.name:44s} {time}  {counts}"
         if not row.identical:
-            yield f"    {row.reason}"
+            yield f"    {reason(row)}"
     if auto.auto_to_best is not None:
         yield f"  auto / {auto.best}: {auto.auto_to_best:.3f}"
 
 
-def summary(rows: Sequence[RampRow]) -> dict[str, Any]:
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
     """Per pattern: `auto` by the best other budget, and how often it switched."""
     found = {}
     for row in rows:
-        if row.name == AUTO.title:
+        if row.name == str(AUTO):
             least = TAIL_GAIN if row.pattern == TAIL else WITHIN
             found[row.pattern] = {
                 "auto_to_best": row.auto_to_best,

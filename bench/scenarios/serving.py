@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 from ..runner.engine_process import EngineFailed
+from ..runner.fields import Row
 from ..runner.models import find_model
 from ..runner.report import Found, Table
 from ..runner.results import SERVING
@@ -29,21 +30,6 @@ STOCK, AGAIN = "stock", "stock again"
 ARMS: dict[str, dict[str, Any] | None] = {STOCK: None, AGAIN: None, "ours": {}, "ours, off": {"budget": "off"}}
 """What is measured -> our configuration; None: stock."""
 _PROBES = 32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServingRow:
-    """One arm. Ratios are of tokens a second, over stock's of the same round."""
-
-    name: str
-    # seeded answers, of the very servers that are timed, are stock's
-    identical: bool
-    tokens_per_s: float | None
-    ratio: float | None
-    ratio_quartiles: tuple[float, float] | None
-    # added to the time of an output token, beside stock's of the same round: the median over rounds
-    added_us: float | None
-    rounds: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,18 +100,17 @@ class RandomServing(EngineScenario):
             )
         return {"tokens_per_s": said["output_throughput"], "token_us": 1e3 * said["mean_tpot_ms"]}
 
-    def _row(self, name: str, own: list[dict[str, float]], stock: list[dict[str, float]], differs: bool) -> ServingRow:
-        identical = not differs
+    def _row(self, name: str, own: list[dict[str, float]], stock: list[dict[str, float]], differs: bool) -> Row:
+        """One arm. Ratios are of tokens a second, over stock's of the same round; so is what an output token takes."""
+        row = Row(name=name, identical=not differs, rounds=self.rounds)
+        if differs:
+            return row
         ratios = [a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(own, stock, strict=True)]
-        added = [a["token_us"] - b["token_us"] for a, b in zip(own, stock, strict=True)]
-        return ServingRow(
-            name=name,
-            identical=identical,
-            tokens_per_s=statistics.median(one["tokens_per_s"] for one in own) if identical else None,
-            ratio=statistics.median(ratios) if identical else None,
-            ratio_quartiles=quartiles(ratios) if identical else None,
-            added_us=statistics.median(added) if identical else None,
-            rounds=self.rounds,
+        return row.but(
+            tokens_per_s=statistics.median(one["tokens_per_s"] for one in own),
+            ratio=statistics.median(ratios),
+            ratio_quartiles=quartiles(ratios),
+            added_us=statistics.median(a["token_us"] - b["token_us"] for a, b in zip(own, stock, strict=True)),
         )
 
     def title(self, found: Found) -> str:

@@ -11,8 +11,9 @@ from vllm_specrollout.cli import flags as cli_flags
 from vllm_specrollout.config import MAX_NODES
 from vllm_specrollout.errors import ConfigError
 
-from ..runner.budgets import AUTO, Budget, BudgetEngines, ComparedRow, Waves, compared, measure_loads
-from ..runner.engines import run_round
+from ..runner.budgets import AUTO, Budget, BudgetEngines, Waves, compared, measure_loads, reason
+from ..runner.fields import Row
+from ..runner.oracle import ORACLE
 from ..runner.plots import plot_sweep
 from ..runner.report import Found
 from ..runner.rows import Judged, Pair, Run, first_difference, make_row, speedup
@@ -37,18 +38,8 @@ class Cell:
     # None: real drafters
     accuracy: float | None
 
-    @property
-    def title(self) -> str:
+    def __str__(self) -> str:
         return f"batch {self.batch}" + ("" if self.accuracy is None else f", accuracy {self.accuracy:g}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepRow(ComparedRow):
-    """A row of one cell; `speedup` is the ratio to stock."""
-
-    accuracy: float | None
-    # the draft length that was best; on the row of `auto` only
-    best_draft: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +83,14 @@ class Sweep(ModelScenario):
     def spec_rollout(self) -> dict[str, Any]:
         """Our engine's configuration: chains, as long as the longest asked for."""
         longest = max(self.drafts)
-        drafters = ["oracle"] if self.accuracies else list(DRAFTERS)
+        drafters = [ORACLE] if self.accuracies else list(DRAFTERS)
         return {"drafters": drafters, "shape": "chain", "max_draft_tokens": longest, "max_depth": longest}
 
     def measure(self, session: Session) -> Found:
         length = PROMPT_LEN + max(map(self.tokens_of, self.batches)) + 1
         shape = {"seqs": max(self.batches), "length": length, "width": PROMPT_LEN + MAX_NODES}
         more = {"shape": shape, "spec_rollout": self.spec_rollout(), "is_policy": self.is_policy}
+        more["units"] = self.rounds
         title, rows = measure_loads(self, session, self.cells(), self._compare, lambda own: [cell_text(own)], **more)
         return Found(model=title, rows=rows, extra={"summary": summary(rows)})
 
@@ -112,7 +104,7 @@ class Sweep(ModelScenario):
             if worst is None:
                 yield f"{title}: nothing to compare"
                 continue
-            where = Cell(batch=worst["batch"], accuracy=worst["accuracy"]).title
+            where = Cell(batch=worst["batch"], accuracy=worst["accuracy"])
             verdict = "met" if worst["is_met"] else f"NOT met in {worst['num_below']} of {told['num_cells']} cells"
             yield f"{title}: worst {worst['worst']:.3f} ({where}); at least {told['limit']}: {verdict}"
         if told["num_not_comparable"]:
@@ -121,7 +113,7 @@ class Sweep(ModelScenario):
     def draw(self, found: Found, path: Path) -> None:
         plot_sweep(found.rows, LIMIT, self.title(found), path)
 
-    def _compare(self, engines: BudgetEngines, cell: Cell) -> list[SweepRow]:
+    def _compare(self, engines: BudgetEngines, cell: Cell) -> list[Row]:
         """The cell's rows."""
         batch = cell.batch
         prompts = engines.prompts(max(self.batches), PROMPT_LEN)[:batch]
@@ -135,19 +127,21 @@ class Sweep(ModelScenario):
         stock = engines.recorded(waves)
         if cell.accuracy is not None:
             engines.set_answers(stock, cell.accuracy)
-        engines.report(f"{cell.title}: warm-up", 0)
+        engines.report(f"{cell}: warm-up", 0)
         engines.set_budget(AUTO)
         warm_up = engines.run_waves(AUTO, waves)
         if first_difference(stock, warm_up) is not None:
             # no speed of this cell will be told, so one pair is enough
             return {AUTO: [Pair(stock=stock, ours=warm_up)]}
-        pairs: _Pairs = {AUTO: [Pair(stock=stock, ours=warm_up, is_timed=False)]}
-        pairs |= {Budget(name="fixed", max_draft_tokens=draft): [] for draft in self.drafts}
+        arms = [AUTO, *(Budget(name="fixed", max_draft_tokens=draft) for draft in self.drafts)]
         speeds: list[float] = []
+        left_out: set[Budget] = set()
 
-        def tried(arm: Budget | None) -> Run | None:
+        def tried(_: Cell, arm: Budget | None, number: int) -> Run | None:
             """In the first round longer drafts after shorter ones, until one is clearly worse."""
-            if number == 0 and is_hopeless(speeds):
+            if arm is not None and number == 0 and is_hopeless(speeds):
+                left_out.add(arm)
+            if arm in left_out:
                 return None
             if arm is not None:
                 # `auto` comes back as it was left, with what its warm-up taught it
@@ -157,17 +151,14 @@ class Sweep(ModelScenario):
                 speeds.append(1.0 / found.wall_s)
             return found
 
-        for number in range(self.rounds):
-            engines.report(f"{cell.title}: round {number + 1} of {self.rounds}", 0)
-            arms = [arm for arm in pairs if arm == AUTO or number == 0 or pairs[arm]]
-            for arm, pair in run_round(number, arms, tried).items():
-                pairs[arm].append(pair)
-        return {arm: own for arm, own in pairs.items() if own}
+        pairs = {arm: own for (_, arm), own in engines.rounds({cell: arms}, range(self.rounds), tried).items() if own}
+        pairs[AUTO].insert(0, Pair(stock=stock, ours=warm_up, is_timed=False))
+        return pairs
 
 
 def cell_rows(
     cell: Cell, seed: int, pairs: Mapping[Budget, Sequence[Pair]], judged: Mapping[Budget, Judged]
-) -> list[SweepRow]:
+) -> list[Row]:
     """The rows of a cell, `auto` first."""
     rows = {arm: make_row(arm.name, cell.batch, arm.max_draft_tokens or 0, own) for arm, own in pairs.items()}
     rounds = sum(pair.is_timed for pair in pairs[AUTO])
@@ -176,7 +167,7 @@ def cell_rows(
     def fields(_: Budget, best: Budget | None) -> dict[str, Any]:
         return {"accuracy": cell.accuracy, "seed": seed, "best_draft": best and best.max_draft_tokens}
 
-    return compared(SweepRow, rows, pairs, judged, lambda arm: -speedup(pairs[arm]), fields, fixed)
+    return compared(rows, pairs, judged, lambda arm: -speedup(pairs[arm]), fields, fixed)
 
 
 def is_hopeless(speeds: Sequence[float]) -> bool:
@@ -184,19 +175,19 @@ def is_hopeless(speeds: Sequence[float]) -> bool:
     return len(speeds) > 1 and speeds[-1] < HOPELESS * max(speeds[:-1])
 
 
-def cell_text(rows: Sequence[SweepRow]) -> str:
+def cell_text(rows: Sequence[Row]) -> str:
     """One line for a cell."""
     auto = rows[0]
     where = f"batch {auto.batch:3d}" + ("" if auto.accuracy is None else f"  accuracy {auto.accuracy:.2f}")
     if auto.speedup is None or auto.auto_to_best is None:
-        reason = next((row.reason for row in rows if not row.identical), "no fixed draft length ran")
-        return f"{where}  not comparable: {reason}"
+        why = next((reason(row) for row in rows if not row.identical), "no fixed draft length ran")
+        return f"{where}  not comparable: {why}"
     fixed = "  ".join(f"{row.draft}: {row.speedup:.2f}x" for row in rows[1:] if row.speedup is not None)
     best = f"auto/best fixed ({auto.best_draft}) {auto.auto_to_best:.2f}"
     return f"{where}  auto {auto.speedup:.2f}x  fixed {fixed}  {best}"
 
 
-def summary(rows: Sequence[SweepRow]) -> dict[str, Any]:
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
     """The worst cell of both criteria, and how many cells could not be compared."""
     autos = [row for row in rows if row.name == AUTO.name]
     found: dict[str, Any] = {

@@ -21,9 +21,10 @@ from vllm_specrollout.replay.files import read_trace
 from vllm_specrollout.report.page import page_of
 
 from ..runner.engines import OURS, STOCK, WARM_UP_TOKENS, Engines
+from ..runner.fields import Row, columns
 from ..runner.models import DTYPES
-from ..runner.report import Columns, Found, Table, number
-from ..runner.rows import SPEEDS, Judged, Pair, Row, Run, grown, make_row
+from ..runner.report import Found, Table
+from ..runner.rows import Pair, Run, proven_row
 from ..runner.scenario import EngineScenario, Session, command, flag
 from ..runner.ties import JUDGE, judge
 
@@ -38,17 +39,6 @@ class Line(msgspec.Struct, frozen=True):
 
     # a text, or chat messages, which the model's chat template makes a prompt of
     prompt: str | list[dict[str, str]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrialRow(Row):
-    """One epoch; `name` says which."""
-
-    # it differs from stock at proven ties alone
-    is_proven: bool
-    # where outputs part, in words
-    ties: list[str]
-    differences: list[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,18 +171,19 @@ class Trial(EngineScenario):
 
     def _row(
         self, engines: Engines, asked: list[list[int]], owners: Sequence[int], number: int, pair: Pair, dtype: str
-    ) -> TrialRow:
+    ) -> Row:
         """No speed but of stock's tokens, or of others behind proven ties alone."""
         params = self._params(owners, number, is_ours=False)
         judged = judge(lambda: engines[STOCK], asked, params, [pair], dtype, {}, _MOST_ASKED)
-        return made_row(f"epoch {number + 1}", min(self.batch, len(asked)), pair, judged)
+        return proven_row(f"epoch {number + 1}", min(self.batch, len(asked)), 0, [pair], judged)
 
     def title(self, found: Found) -> str:
         sizes = f"{self.samples} answers to each prompt, {self.batch} at once, temperature {self.temperature:g}"
         return f"{verdict(found.rows, found.more.itself)}\n\n{found.model}: {sizes}"
 
     def told(self, found: Found) -> Iterator[Table | str]:
-        yield Table(found.rows, _COLUMNS)
+        shown = ("name: epoch", "identical", "speedup", "tokens_per_step", "steps_of_both", "makespans")
+        yield Table(found.rows, columns(*shown))
         more: Outcome = found.more
         yield f"stock against itself, the first epoch again: {more.scatter:.2f}x; less than that is no finding"
         if more.rival:
@@ -207,40 +198,12 @@ class Trial(EngineScenario):
         yield f"\nour rollouts, request by request: open {self.report.absolute()} in a browser"
 
 
-_COLUMNS: Columns = {
-    "epoch": "name",
-    "identical": "identical",
-    "speed-up": "speedup x",
-    "tokens/step": "tokens_per_step",
-    "steps": lambda row: f"{row.stock_steps} -> {row.steps}",
-    "makespan s": lambda row: f"{number(row.stock_makespan_s)} -> {number(row.makespan_s)}",
-}
-
-
 def _rate(run: Run) -> float:
     """Tokens per second: for answers that have other lengths."""
     return run.num_tokens / run.wall_s
 
 
-def made_row(name: str, batch: int, pair: Pair, judged: Judged) -> TrialRow:
-    """One epoch's row, with what was found of its differences."""
-    is_told = not judged.differences
-    shown = replace(pair, ours=replace(pair.ours, token_ids=pair.stock.token_ids)) if is_told else pair
-    row = make_row(name, batch, 0, [shown])
-    own: dict[str, Any] = {} if is_told else dict.fromkeys(SPEEDS)
-    return grown(
-        TrialRow,
-        row,
-        identical=is_told and not judged.ties,
-        difference=None if is_told else row.difference,
-        is_proven=is_told,
-        ties=judged.ties,
-        differences=judged.differences,
-        **own,
-    )
-
-
-def verdict(rows: Sequence[TrialRow], itself: str) -> str:
+def verdict(rows: Sequence[Row], itself: str) -> str:
     """The first line: whose tokens, and how fast.
 
     Args:

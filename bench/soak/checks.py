@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..runner.engines import STOCK, Engines
+from ..runner.fields import Row
 from ..runner.rows import Run, partings
 from ..runner.server import Holding
 from ..runner.ties import asked
@@ -24,33 +25,14 @@ MORE_FILES, MORE_SOCKETS = 2, 2
 _AT_ONCE = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """One thing, measured and judged."""
-
-    name: str
-    unit: str = ""
-    # at the beginning, where there is one, and at the end
-    first: float | None = None
-    last: float | None = None
-    # what is judged: a share for memory, a count for all else
-    value: float | None
-    limit: float | None = None
-    # None: told only, or too short a run to judge
-    passed: bool | None = None
-    # of the row of answers
-    identical: bool | None = None
-    detail: str = ""
-
-
-def judged(name: str, value: float, limit: float, unit: str = "") -> Check:
+def judged(name: str, value: float, limit: float, unit: str = "") -> Row:
     """A number that must not be above its limit."""
-    return Check(name=name, unit=unit, value=value, limit=limit, passed=value <= limit)
+    return Row(name=name, unit=unit, value=value, limit=limit, passed=value <= limit)
 
 
 def grown(
     name: str, unit: str, samples: Sequence[tuple[float, float]], settled_s: float, limit: float, *, is_share: bool
-) -> Check:
+) -> Row:
     """From the first to the last quarter of what was seen from `settled_s` on.
 
     Args:
@@ -59,11 +41,11 @@ def grown(
     """
     kept = [value for at, value in samples if at >= settled_s]
     if len(kept) < LEAST_SAMPLES:
-        return Check(name=name, unit=unit, value=None, limit=limit, detail="too short to judge")
+        return Row(name=name, unit=unit, value=None, limit=limit, detail="too short to judge")
     quarter = len(kept) // 4
     first, last = statistics.median(kept[:quarter]), statistics.median(kept[-quarter:])
     value = last / max(first, 1e-9) - 1.0 if is_share else last - first
-    return Check(name=name, unit=unit, first=first, last=last, value=value, limit=limit, passed=value <= limit)
+    return Row(name=name, unit=unit, first=first, last=last, value=value, limit=limit, passed=value <= limit)
 
 
 def _series(samples: Sequence[Sample], of: Callable[[Holding], float]) -> dict[str, list[tuple[float, float]]]:
@@ -72,42 +54,42 @@ def _series(samples: Sequence[Sample], of: Callable[[Holding], float]) -> dict[s
     return {role: [(s.at_s, of(s.holdings[role])) for s in samples if role in s.holdings] for role in roles}
 
 
-def memory(samples: Sequence[Sample], settled_s: float, limit: float) -> list[Check]:
+def memory(samples: Sequence[Sample], settled_s: float, limit: float) -> list[Row]:
     """Resident memory of each role, and of all together."""
     series = _series(samples, lambda one: one.rss_mib)
     series["all processes"] = [(s.at_s, sum(one.rss_mib for one in s.holdings.values())) for s in samples]
     return [grown(f"memory, {role}", "MiB", own, settled_s, limit, is_share=True) for role, own in series.items()]
 
 
-def handles(outcome: Outcome, settled_s: float) -> list[Check]:
+def handles(outcome: Outcome, settled_s: float) -> list[Row]:
     """Files while requests run; sockets before the first and after the last one, as each client has one meanwhile."""
     series = _series(outcome.samples, lambda one: float(one.files))
     found = [grown(f"files, {r}", "open", own, settled_s, MORE_FILES, is_share=False) for r, own in series.items()]
     if outcome.idle is not None:
         first, last = (sum(one.sockets for one in sample.holdings.values()) for sample in outcome.idle)
         check = judged("sockets, idle", last - first, MORE_SOCKETS, "open")
-        found.append(replace(check, first=float(first), last=float(last)))
+        found.append(check.but(first=float(first), last=float(last)))
     return found
 
 
-def disk(samples: Sequence[Sample], limit_mib: float) -> Check:
+def disk(samples: Sequence[Sample], limit_mib: float) -> Row:
     return judged("disk, history", max((sample.disk_mib for sample in samples), default=0.0), limit_mib, "MiB")
 
 
-def requests(outcome: Outcome, is_alive: bool) -> list[Check]:
+def requests(outcome: Outcome, is_alive: bool) -> list[Row]:
     """None lost, none left behind, and the server still there."""
     counts = outcome.requests
     left = outcome.idle[1].counts if outcome.idle is not None else {}
     held = left.get("running", float("inf")) + left.get("waiting", float("inf"))
     return [
-        *(Check(name=f"requests {kind}", value=counts[kind]) for kind in ("answered", "left", "late")),
+        *(Row(name=f"requests {kind}", value=counts[kind]) for kind in ("answered", "left", "late")),
         judged("requests lost", counts["lost"], 0),
         judged("requests still in the server", held, 0),
         judged("servers that died", float(not is_alive), 0),
     ]
 
 
-def drafting(outcome: Outcome) -> list[Check]:
+def drafting(outcome: Outcome) -> list[Row]:
     """That drafts went on to the end, faults or not; and what the other routes answered."""
     counted = [sample.counts for sample in outcome.samples if sample.counts]
     end = counted[-1] if counted else {}
@@ -120,11 +102,11 @@ def drafting(outcome: Outcome) -> list[Check]:
         **{f"rewards {kind}": outcome.routes[f"rewards {kind}"] for kind in ("matched", "unknown")},
         "bodies that no route takes": outcome.routes["mistakes"],
     }
-    last = Check(name="drafted in the last quarter", unit="nodes", value=since, limit=1, passed=since >= 1)
+    last = Row(name="drafted in the last quarter", unit="nodes", value=since, limit=1, passed=since >= 1)
     return [
-        *(Check(name=name, unit="nodes", value=end.get(name, 0.0)) for name in ("drafted", "accepted")),
-        replace(last, detail="at least"),
-        *(Check(name=name, value=value) for name, value in told.items()),
+        *(Row(name=name, unit="nodes", value=end.get(name, 0.0)) for name in ("drafted", "accepted")),
+        last.but(detail="at least"),
+        *(Row(name=name, value=value) for name, value in told.items()),
         judged("wrong answers of other routes", outcome.routes["wrong"], 0),
     ]
 
@@ -171,8 +153,8 @@ def compare(
     return Verdict(len(singles), tokens, tuple(ties), tuple(differences))
 
 
-def answers(verdict: Verdict) -> Check:
+def answers(verdict: Verdict) -> Row:
     """All that were compared are stock's, floating-point ties apart."""
     count = len(verdict.differences)
     told = f"{verdict.answers} answers, {verdict.tokens} tokens compared, {len(verdict.ties)} proven ties"
-    return replace(judged("answers that are not stock's", count, 0), identical=count == 0, detail=told)
+    return judged("answers that are not stock's", count, 0).but(identical=count == 0, detail=told)

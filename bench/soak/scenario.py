@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from vllm_specrollout.config import parse
 
 from ..runner.engines import IN_ONE_PROCESS, PROMPT_LEN, STOCK
+from ..runner.fields import Row
 from ..runner.models import check_length, find_model
 from ..runner.report import Found, Table
 from ..runner.results import SOAK
@@ -17,7 +18,7 @@ from ..runner.scenario import EngineScenario, Session, command, flag
 from ..runner.server import serve
 from ..runner.ties import JUDGE
 from . import checks
-from .checks import Check, Verdict, compare
+from .checks import Verdict, compare
 from .drive import MOST_TOLD, Outcome, Soak
 from .faults import AWAY, FULL, KILL, STALL, Fault, plan
 from .load import Mix
@@ -133,7 +134,7 @@ class SoakScenario(EngineScenario):
             counter = session.display.counter("answers compared")
             return compare(engines, outcome.kept, self.max_tokens, self.dtype, counter)
 
-    def _checks(self, outcome: Outcome, compared: Verdict, is_alive: bool) -> list[Check]:
+    def _checks(self, outcome: Outcome, compared: Verdict, is_alive: bool) -> list[Row]:
         found = checks.memory(outcome.samples, self.settle_s, self.growth)
         found += checks.handles(outcome, self.settle_s)
         found += [checks.disk(outcome.samples, self.disk_mib)] if self.is_ours else []
@@ -147,7 +148,7 @@ class SoakScenario(EngineScenario):
         return f"{found.model}, {self.dtype}, {server}, {self.hours:g} hours"
 
     def told(self, found: Found) -> Iterable[Table | str]:
-        return [Table([asdict(row) for row in found.rows], SOAK), *found.extra["told"]]
+        return [Table(found.rows, SOAK), *found.extra["told"]]
 
 
 bench_soak = command(SoakScenario)

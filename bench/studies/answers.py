@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
 import numpy as np
-from vllm_specrollout.bench.studies.formulas import Floats
-from vllm_specrollout.bench.studies.group import Workload
+from vllm_specrollout.bench.studies.formulas import Floats, Ints
 from vllm_specrollout.bench.studies.report import Inputs, Number, Share
+
+from vllm_specrollout.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """All requests of one rollout."""
+
+    # [N] tokens to generate, int
+    length: Ints
+    # [M, N] probability that a token drafted by method m for request n is right, when those before it are
+    acceptance: Floats
+
+    def __post_init__(self) -> None:
+        if not len(self.length) or self.length.min() < 1:
+            raise ConfigError("a rollout has no request, or one without tokens", "give lengths of at least 1")
+        if not ((self.acceptance >= 0.0) & (self.acceptance <= 1.0)).all():
+            raise ConfigError("an acceptance lies outside 0 to 1", "give probabilities")
 
 
 class AnswersInputs(Inputs):

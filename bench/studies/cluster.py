@@ -15,8 +15,8 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from vllm_specrollout.bench.studies.formulas import Floats, StepLine, best_window
-from vllm_specrollout.bench.studies.group import Workload
+from vllm_specrollout.bench.studies.answers import Workload
+from vllm_specrollout.bench.studies.formulas import Floats, Ints, StepLine, best_window
 from vllm_specrollout.bench.studies.h200 import RealSteps
 
 from vllm_specrollout.cluster import ladder
@@ -32,8 +32,8 @@ Steps = StepLine | RealSteps
 class Site:
     """Engines alike, what they draft with, and what may be decided.
 
-    The first method of a workload drafts in the engine's own step; the second is the warm drafter, ahead of the engine
-    that it is lent to.
+    The first method of a workload drafts in the engine's own step, or ahead of it; the second is the warm drafter,
+    ahead of the engine that it is lent to.
     """
 
     engines: int
@@ -43,8 +43,9 @@ class Site:
     places: int
     verifier: Steps
     drafters: tuple[StepLine, StepLine]
-    # whether engines draft in their own steps
+    # whether engines draft: in their own steps, or with a device apart for it, ahead of them
     drafts: bool = True
+    is_apart: bool = False
     prompt: int = 500
     # answers of a problem
     samples: int = 1
@@ -79,6 +80,14 @@ class Outcome:
     def makespan_ms(self) -> float:
         return float(self.finish_ms.max())
 
+    def idle(self, engines: int) -> float:
+        """Of so many engines' time, the part in which they had nothing to do."""
+        return 1.0 - self.busy_ms / (engines * self.makespan_ms)
+
+    def running(self, times: Floats) -> Ints:
+        """How many requests have not ended by these times, in ms."""
+        return len(self.finish_ms) - np.searchsorted(np.sort(self.finish_ms), times, side="right")
+
 
 @cache
 def own_window(p: float, batch: int, verifier: Steps, drafter: StepLine) -> int:
@@ -88,7 +97,7 @@ def own_window(p: float, batch: int, verifier: Steps, drafter: StepLine) -> int:
 
 @cache
 def lent_drafts(p: float, batch: int, most: int, verifier: Steps, drafter: StepLine) -> tuple[float, float]:
-    """Tokens and drafts per step, by a drafter that has b_max requests and an engine that never waits for it."""
+    """Tokens and drafts per step, by a drafter that has so many requests at most and an engine that never waits."""
     window = best_window(decoupled_rate, p, most, verifier, drafter)
     found = stream(p, window, window * drafter.ms(most), step_time(verifier, batch, 0.0))
     return found.tokens, found.drafts
@@ -233,13 +242,16 @@ class _Batch:
         verifier, (drafter, model) = site.verifier, site.drafters
         own = sum(self._acceptance[request][0] for request in worker.paces) / batch
         plain: dict[str, tuple[float, float]] = dict.fromkeys(worker.paces, (1.0, 0.0))
-        # (tokens per ms, number, window, request -> tokens, drafts)
-        ways = [(batch / self._step_ms(batch, 0.0, 0), 0, 0, plain)]
-        for window in {0, own_window(round(own, 2), level, verifier, drafter) if site.drafts else 0}:
-            each = plain
-            if window:
-                rates = ((request, self._acceptance[request][0]) for request in worker.paces)
-                each = {request: ((1.0 - p ** (window + 1)) / (1.0 - p), float(window)) for request, p in rates}
+        rates = [(request, self._acceptance[request][0]) for request in worker.paces]
+        # window that the step waits for, request -> tokens, drafts; and so again behind tokens per ms and a number
+        drafted: list[tuple[int, dict[str, tuple[float, float]]]] = [(0, plain)]
+        ways: list[tuple[float, int, int, dict[str, tuple[float, float]]]] = []
+        if site.drafts and site.is_apart:
+            drafted.append((0, {r: lent_drafts(p, level, level, verifier, drafter) for r, p in rates}))
+        elif site.drafts:
+            window = own_window(round(own, 2), level, verifier, drafter)
+            drafted.append((window, {r: ((1.0 - p ** (window + 1)) / (1.0 - p), float(window)) for r, p in rates}))
+        for window, each in drafted:
             for helped in (False, True) if lent else (False,):
                 if helped:
                     known = {r: self._acceptance[r][1] for r in lent if r in each}

@@ -12,10 +12,9 @@ from dataclasses import replace
 from functools import lru_cache
 from statistics import fmean
 
-from vllm_specrollout.bench.studies.answers import AnswersInputs, draw_answers
+from vllm_specrollout.bench.studies.answers import AnswersInputs, Workload, draw_answers
 from vllm_specrollout.bench.studies.cluster import Outcome, Site, simulate
 from vllm_specrollout.bench.studies.formulas import StepLine
-from vllm_specrollout.bench.studies.group import Workload
 from vllm_specrollout.bench.studies.h200 import MEASURED, RECKONED, TAIL_RECKONED, TRY
 from vllm_specrollout.bench.studies.report import Cell, Number, ResultTable, Share, StudyReport, error_of
 
@@ -207,7 +206,7 @@ def _scaled(inputs: WhatIfInputs, seeds: range, figures: dict[str, float]) -> It
         for arm, own in found.items():
             gains = [a.makespan_ms / b.makespan_ms for a, b in zip(found["plain"], own, strict=True)]
             figures[f"{steps} {engines} {arm} x"] = fmean(gains)
-            idle = [1.0 - one.busy_ms / (engines * one.makespan_ms) for one in own]
+            idle = [one.idle(engines) for one in own]
             counts = (_spread([one.counts[name] for one in own], "{:.0f}") for name in ("move", "attach"))
             yield (steps, str(engines), arm, _seconds(own), _spread(gains, "{:.2f}x"), _spread(idle, "{:.0%}"), *counts)
 

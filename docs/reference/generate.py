@@ -55,7 +55,6 @@ def config_page() -> str:
         (config.SpecRolloutConfig, ""),
         (config.HistoryConfig, "history."),
         (config.NgramConfig, "ngram."),
-        (config.OracleConfig, "oracle."),
         (config.LearnConfig, "train."),
         (config.DecoupledConfig, "decoupled."),
         (config.StartedDrafter, "decoupled.drafters[]."),
@@ -224,8 +223,7 @@ def versions_page() -> str:
             f" Its features: {compared}. With models, an EAGLE-3 head and, where vLLM runs one, a small model drafted"
             " for the same features. `make versions-test` runs all of it.\n",
             "- All of it ran on CPU: V1 as it is, V2 under Triton's interpreter. On a GPU, 0.32.0 has run.",
-            "- vLLM 0.30.0 itself runs no model that drafts on CPU, and on V2 small models are there from 0.31.0 on."
-            " Asking for one where it cannot run is an error.",
+            "- On V2 small models draft from 0.31.0 on. Asking for one where none can is an error.",
             "- 0.33.0 has no build for CPU. Its Python ran over the compiled files of 0.32.0, for these tests alone.",
             "- All other tests run on 0.32.0 only. On the others, what the suite does not cover is untested.",
             "- On CPU before 0.32.0, noise is a vector per token. It takes memory, so a step's drafts are limited.",

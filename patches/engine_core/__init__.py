@@ -24,6 +24,6 @@ PATCHES = tuple(
     for name, versions in (
         ("_initialize_effective_attention_block_size", features.since("0.31.0")),
         # older ones have no method of their own at that point
-        ("__init__", features.until("0.30.0")),
+        ("__init__", features.until("0.29.0")),
     )
 )

@@ -10,6 +10,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
+import zmq
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.worker import calls
 from vllm_specrollout.worker.calls import DrafterMixin
@@ -138,6 +142,25 @@ def test_a_warm_drafter_is_begun_once_and_ends_with_its_engine(monkeypatch: pyte
     assert worker.model_runner.before_step == worker._warm.sleep, "it has given its memory back before each step"
     worker.shutdown()
     assert worker._warm.is_stopped and worker.told == ["the end"]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_worker_waits_without_its_core_where_a_drafter_needs_it(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    here = calls.decoupled
+    monkeypatch.setattr(here, "WarmDrafter", lambda command: command)
+    monkeypatch.setattr(here, "_command", lambda given, vllm_config: given.model)
+    with zmq.Context() as context:
+        spinner = SpinCondition(is_reader=True, context=context, notify_address=f"ipc://{tmp_path}/calls")
+        was = spinner.busy_loop_s
+        runner = SimpleNamespace(device=torch.device(kind), vllm_config=None)
+        assert here.warm(runner, "small", (f"{kind}:0",), {}) == "small"
+        assert was > 0 and spinner.busy_loop_s == (0 if kind == "cpu" else was)
+        # a call is not waited for in vain
+        assert spinner.wait(timeout_ms=1) is None
+        for socket in (spinner.local_notify_socket, spinner.write_cancel_socket, spinner.read_cancel_socket):
+            socket.close(0)
 
 
 def test_an_engine_says_how_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:

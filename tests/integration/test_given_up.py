@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,16 +12,17 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from bench.runner.oracle import OracleDrafter
 from bench.runner.tuning import Tuning
-from tests.drafters import requests_of
+from tests.drafters import ask, requests_of
 from vllm_specrollout.budgets.fixed import FixedBudget
-from vllm_specrollout.config.drafters import HistoryConfig, NgramConfig, OracleConfig
+from vllm_specrollout.config.drafters import HistoryConfig, NgramConfig
+from vllm_specrollout.drafters.base import Place
 from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.drafters.ngram import NgramDrafter
-from vllm_specrollout.drafters.oracle import OracleDrafter
 from vllm_specrollout.observe.guard import Guard
 from vllm_specrollout.speculator import Speculator
-from vllm_specrollout.types import FinishedRequest, FinishReason
+from vllm_specrollout.types import FinishedRequest, FinishReason, RequestView
 from vllm_specrollout.worker import calls
 from vllm_specrollout.worker.calls import TrainerMixin
 
@@ -143,21 +145,18 @@ class _Tunes(Tuning):
         self.vllm_config = SimpleNamespace(model_config=model)
 
 
-def test_another_oracle_leaves_the_others_where_they_are(tmp_path: Path) -> None:
+def test_another_recording_leaves_the_drafters_what_they_were(tmp_path: Path) -> None:
     path = tmp_path / "answers.json"
     path.write_text('{"p": [1, 2, 3]}', encoding="utf-8")
-    oracle = OracleDrafter(OracleConfig(path=str(path)), {}, 1)
-    history, ngram = HistoryDrafter(HistoryConfig()), NgramDrafter(NgramConfig(), 8, 2)
-    speculator = Speculator([history, oracle, ngram], FixedBudget(8, 8), guard=Guard(is_strict=False))
-    history.propose = lambda *_: 1 / 0  # type: ignore[method-assign,assignment,return-value]
-    speculator.propose(requests_of(1), 0)
+    oracle = OracleDrafter(Place(1, 8, 64), path=str(path))
+    given = [HistoryDrafter(HistoryConfig()), oracle, NgramDrafter(NgramConfig(), 8, 2)]
+    speculator = Speculator(given, FixedBudget(8, 8), guard=Guard(is_strict=False))
     worker = _Tunes(speculator)
-    for position in (None, 4):
-        worker.spec_rollout_set_oracle(str(path), [1.0], position)
-        drafters = speculator.all_drafters()
-        assert [drafter.name for drafter in drafters] == ["history", "oracle", "ngram"]
-        assert drafters[0] is history and drafters[1] is not oracle and drafters[2] is ngram
-        assert speculator.health()["drafters"]["history"]["state"] == "probation"
+    for tokens in ([4, 5], [6]):
+        path.write_text(json.dumps({"p": tokens}), encoding="utf-8")
+        worker.spec_rollout_set_oracle(str(path), [1.0])
+        (tree,) = ask(oracle, [RequestView("r", np.zeros(1, np.int32), 1, 50, problem_id="p")])
+        assert tree.token_ids.tolist() == tokens and speculator.all_drafters() == given
 
 
 def test_ranks_that_do_not_draft_say_nothing_of_drafters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,7 +222,7 @@ REFUSED = {
     "routed experts on V1": dict(enable_return_routed_experts=True),
     "sampling masks on V1": dict(return_sampling_mask=True),
     "fp64 gumbel": dict(use_fp64_gumbel=True),
-    "oracle on a server": dict(is_async=True, spec_rollout={"drafters": ["oracle"], "oracle": {"path": "x.json"}}),
+    "a drafter nowhere": dict(spec_rollout={"drafters": ["no.such:Drafter"]}),
     "a history nowhere": dict(spec_rollout={"history": {"dir": "/proc/none"}}),
     "a recording nowhere": dict(spec_rollout={"record": "/proc/none/t.zst"}),
     "pooling model": dict(runner="pooling", convert="embed"),

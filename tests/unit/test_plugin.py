@@ -150,8 +150,8 @@ def test_an_unsupported_vllm_raises_only_if_the_environment_asks_for_speculation
         plugin.register()
     assert applied == [True, True], "only the guard may be installed"
     assert [record.getMessage() for record in caplog.records] == [
-        "--spec-rollout is not available: vLLM 0.31.2 is installed, but spec rollout supports only: 0.29.0, 0.30.0,"
-        " 0.31.0, 0.32.0, 0.33.0 (nearest: 0.31.0 and 0.32.0)"
+        "--spec-rollout is not available: vLLM 0.31.2 is installed, but spec rollout supports only: 0.29.0, 0.31.0,"
+        " 0.32.0, 0.33.0 (nearest: 0.31.0 and 0.32.0)"
     ]
     monkeypatch.setenv("VLLM_SPEC_ROLLOUT", "0")
     plugin.register()

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_specrollout.config import SpecRolloutConfig
-from vllm_specrollout.config.drafters import OracleConfig
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.patches import features, supported
 from vllm_specrollout.server import engines, limits, settings
@@ -97,10 +96,6 @@ def on_version(version, **changes):
     limits.check_version(SimpleNamespace(**{**STOCK_ARGS, **changes}), features.TABLE[version], version)
 
 
-def with_oracle(path="answers.json"):
-    return SpecRolloutConfig(drafters=("oracle",), oracle=OracleConfig(path=path))
-
-
 def test_stock_arguments_are_accepted():
     check()
     limits.check_vllm_config(SimpleNamespace(**STOCK_CONFIG))
@@ -128,8 +123,8 @@ def test_every_refusal_reads_as_recorded(recorded, render_refusals, monkeypatch)
     config = SimpleNamespace
     cases = {
         **{f"arguments: {k}": lambda v=v: check(**v) for k, v in REFUSED_ARGS.items()},
-        "arguments: oracle on a server": lambda: check(with_oracle(), AsyncEngineArgs),
-        "arguments: oracle file missing": lambda: check(with_oracle()),
+        "arguments: a drafter that is nowhere": lambda: check(SpecRolloutConfig(drafters=("no.such:Drafter",))),
+        "arguments: a budget that is none": lambda: check(SpecRolloutConfig(budget="pathlib:Path")),
         "arguments: no drafter, and no model that drafts": lambda: check(SpecRolloutConfig(drafters=())),
         **{
             f"configuration: {k}": lambda v=v: limits.check_vllm_config(config(**{**STOCK_CONFIG, **v}))
@@ -143,7 +138,7 @@ def test_every_refusal_reads_as_recorded(recorded, render_refusals, monkeypatch)
     text += "\n" + render_refusals(
         {
             "V2: batch-sharded sampling": lambda: check(engine=V2, enable_batch_sharded_sampling=True),
-            "routed experts on vLLM 0.30": lambda: on_version("0.30.0", enable_return_routed_experts=True),
+            "routed experts on vLLM 0.29": lambda: on_version("0.29.0", enable_return_routed_experts=True),
             "sampling masks on vLLM 0.31": lambda: on_version("0.31.0", return_sampling_mask=True),
             "V2: no such platform": lambda: choose(is_cpu=False, platform="TPU v5"),
             "V2: another runner than vLLM chose": lambda: engines.check_runner(engines.GPU_V2, uses_v2=False),

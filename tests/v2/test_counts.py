@@ -11,6 +11,7 @@ pytest.importorskip("vllm")
 
 from prometheus_client import REGISTRY
 
+from bench.runner.oracle import ORACLE
 from tests.e2e.identity.cases import Case
 from tests.e2e.identity.compare import run
 from tests.e2e.identity.engines import engine
@@ -40,7 +41,7 @@ def test_metrics_agree_with_the_worker(tmp_path: Path) -> None:
 def test_what_the_oracle_drafts_can_be_changed_between_runs(tmp_path: Path) -> None:
     path, oracle = small_model(tmp_path, "qwen3", "float32"), tmp_path / "oracle.json"
     oracle.write_text("{}")
-    settings = {"drafters": ["oracle"], "oracle": {"path": str(oracle)}, "max_draft_tokens": 4, "max_depth": 4}
+    settings = {"drafters": [{"name": ORACLE, "path": str(oracle)}], "max_draft_tokens": 4, "max_depth": 4}
     cases = [Case("one", "0", [5, 6, 7, 8], {"max_tokens": 8, "seed": 0, "ignore_eos": True})]
     more = {"max_num_seqs": 4, "worker_extension_cls": "vllm_specrollout.bench.runner.tuning.Tuning"}
     with engine(path, "float32", is_ours=True, spec_rollout=settings, **more) as ours:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import tests.v2.interpreter  # noqa: F401 - in every rank, before vLLM is imported
+from bench.runner.oracle import ORACLE
 from tests.e2e.identity.cases import Case
 
 ENGINE = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
@@ -74,8 +75,8 @@ def main() -> None:
     Path(recorded).write_text(json.dumps({str(i): tokens for i, tokens in enumerate(stock["tokens"])}))
     gc.collect()
     own = {"budget": "fixed", "max_draft_tokens": 6}
-    oracle = {"path": recorded, "accuracy": [0.5, 0.4], "seed": 3}
-    by_oracle = answer(model, {**own, "drafters": ["oracle"], "oracle": oracle})
+    oracle = {"name": ORACLE, "path": recorded, "accuracy": [0.5, 0.4], "seed": 3}
+    by_oracle = answer(model, {**own, "drafters": [oracle]})
     gc.collect()
     given = {"method": "draft_model", "model": drafter, "num_speculative_tokens": 3}
     by_model = answer(model, {**own, "drafters": [], "speculative_config": given})

@@ -32,9 +32,7 @@ MODELS = ("draft_model", "eagle3")
 
 def models_of(row: Features, runner: str) -> tuple[str, ...]:
     """The kinds of models that draft on a version's runner."""
-    if runner == "V1":
-        return MODELS if row.cpu_models_draft else ()
-    return MODELS if row.has_v2_models else ("eagle3",)
+    return MODELS if runner == "V1" or row.has_v2_models else ("eagle3",)
 
 
 @dataclass

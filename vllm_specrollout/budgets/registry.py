@@ -6,14 +6,14 @@ from typing import cast
 
 import numpy as np
 
-from vllm_specrollout.budgets.base import Budget
+from vllm_specrollout.budgets.base import BaseBudget, Budget
 from vllm_specrollout.budgets.fixed import FixedBudget, OffBudget
 from vllm_specrollout.budgets.papers.das import DasBudget
 from vllm_specrollout.budgets.papers.fastgrpo import FastGrpoBudget
 from vllm_specrollout.budgets.papers.histospec import HistoSpecBudget
 from vllm_specrollout.budgets.papers.specactor import SpecActorBudget
 from vllm_specrollout.budgets.papers.tlt import TltBudget
-from vllm_specrollout.config import SpecRolloutConfig, budgets
+from vllm_specrollout.config import SpecRolloutConfig, budgets, by_name
 
 
 def names() -> tuple[str, ...]:
@@ -26,6 +26,9 @@ def make_budget(config: SpecRolloutConfig, *, seed: int = 0) -> Budget:
 
     Args:
         seed: of the budget's own chance (`tlt` alone has any); what it does depends on that and on what it is told.
+
+    Raises:
+        ConfigError: a class of the user's that cannot be used.
     """
     limits = (config.max_draft_tokens, config.max_depth)
     match config.budget_options:
@@ -39,6 +42,8 @@ def make_budget(config: SpecRolloutConfig, *, seed: int = 0) -> Budget:
             return TltBudget(*limits, given, rng=np.random.default_rng(seed))
         case budgets.SpecActorOptions() as given:
             return SpecActorBudget(*limits, given)
+        case budgets.NamedOptions(values=given):
+            return cast(Budget, by_name.make("budget", config.budget, Budget, BaseBudget, limits, given))
     if config.budget == "auto":
         # imported late: the default learns more, and needs more, than any other
         from vllm_specrollout.budgets.goodput import GoodputBudget

@@ -14,7 +14,7 @@ from rich.table import Table
 from vllm_specrollout.budgets.registry import make_budget, names
 from vllm_specrollout.cli import flags
 from vllm_specrollout.config import SpecRolloutConfig
-from vllm_specrollout.config.checks import check_choice
+from vllm_specrollout.config.by_name import check_name
 from vllm_specrollout.replay.cost import cost_of
 from vllm_specrollout.replay.files import read_trace
 from vllm_specrollout.replay.records import Trace
@@ -23,7 +23,7 @@ from vllm_specrollout.replay.simulate import Result, replay
 
 def replay_command(
     traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Recorded rollouts.", show_default=False)],
-    strategy: Annotated[str, typer.Option(help="Budgets to run, with commas between them, or `all`.")] = "all",
+    strategy: Annotated[str, typer.Option(help="Budgets, with commas; or `all`; also `my.module:Class`.")] = "all",
     out: Annotated[Path | None, typer.Option(help="Also write the rows to this file.")] = None,
     seed: Annotated[int, typer.Option(help="Of the budgets that draw lots.")] = 0,
 ) -> None:
@@ -52,7 +52,7 @@ def strategies(text: str) -> tuple[str, ...]:
         return names()
     chosen = tuple(part.strip() for part in text.split(","))
     for name in chosen:
-        check_choice("--strategy", name, names())
+        check_name("--strategy", name, names())
     return tuple(dict.fromkeys(chosen))
 
 

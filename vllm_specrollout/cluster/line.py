@@ -179,11 +179,6 @@ class Line:
         """Below the last token that holds, that may be drafted now."""
         return 2 * self.window
 
-    @property
-    def depth(self) -> int:
-        """Levels of the stream."""
-        return _stream_below(self._root)
-
     def wanted(self, branches: int) -> list[Ask]:
         """Requests to begin with: at most so many run for this line, behind the likeliest leaves."""
         found = []

@@ -103,8 +103,8 @@ class _MailEnd:
         self, address: str, read: Callable[[bytes], Any] = decode, key_file: str = "", is_brief: bool = False
     ) -> None:
         where = parse(address)
-        self.malformed = self.dropped = 0
-        """Messages that were none, and that could not be sent."""
+        self.malformed = 0
+        """Messages that were none."""
         self._read = read
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         _contexts.add(self._context)
@@ -153,7 +153,6 @@ class _MailEnd:
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
-            self.dropped += 1
             return False
         return True
 

@@ -4,18 +4,17 @@ stdlib only. Defaults and limits live here and nowhere else.
 """
 
 from vllm_specrollout.config.drafters import (
+    DRAFTERS,
     DecoupledConfig,
     HistoryConfig,
     LearnConfig,
     NgramConfig,
-    OracleConfig,
     StartedDrafter,
 )
 from vllm_specrollout.config.engine import (
     ALTERNATIVES,
     BUDGETS,
     DECOUPLED_SOURCES,
-    DRAFTERS,
     MAX_NODES,
     MODEL_SOURCES,
     PLACEMENTS,
@@ -38,7 +37,6 @@ __all__ = [
     "DecoupledConfig",
     "HistoryConfig",
     "NgramConfig",
-    "OracleConfig",
     "RequestOptions",
     "Resume",
     "SpecRolloutConfig",

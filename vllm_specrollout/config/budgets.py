@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from vllm_specrollout.config.checks import Range, check_choice, check_fields, check_order, declared
+from vllm_specrollout.config import by_name
+from vllm_specrollout.config.checks import Range, check_fields, check_order, declared
 from vllm_specrollout.errors import ConfigError, named, shown
 
 
@@ -104,6 +105,13 @@ class SpecActorOptions(Options):
     """Tokens generated between two plans (Algorithm 2)."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedOptions(Options):
+    """Of a class of the user's, whose constructor says what they are."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
 OPTIONS: Mapping[str, type[Options]] = {
     "auto": Options,
     "fixed": Options,
@@ -166,14 +174,15 @@ def name_and_options(budget: Any, options: Options) -> tuple[str, Options]:
             f"`budget` is {shown(budget)}, of type {type(budget).__name__}",
             'give a name, or an object such as {"name": "tlt", "threshold": 48}',
         )
-    check_choice("budget", budget, tuple(OPTIONS))
-    kind = OPTIONS[budget]
+    by_name.check_name("budget", budget, tuple(OPTIONS))
+    kind = OPTIONS.get(budget, NamedOptions)
     return budget, options if type(options) is kind else kind()
 
 
 def as_given(name: str, options: Options) -> str | dict[str, Any]:
     """What `name_and_options` takes for these: the name alone where all options have their defaults."""
-    return name if options == OPTIONS[name]() else {"name": name, **dataclasses.asdict(options)}
+    values = options.values if isinstance(options, NamedOptions) else dataclasses.asdict(options)
+    return name if options == type(options)() else {"name": name, **values}
 
 
 def _from_object(given: Mapping[str, Any]) -> tuple[str, Options]:
@@ -182,9 +191,11 @@ def _from_object(given: Mapping[str, Any]) -> tuple[str, Options]:
         raise ConfigError(
             f"`budget` is {shown(dict(given))}, which has no `name`", f"add `name`, one of: {', '.join(OPTIONS)}"
         )
-    check_choice("budget.name", name, tuple(OPTIONS))
-    known = {field.name: field for field in dataclasses.fields(OPTIONS[name])}
+    by_name.check_name("budget.name", name, tuple(OPTIONS))
     values = {key: value for key, value in given.items() if key != "name"}
+    if name not in OPTIONS:
+        return name, NamedOptions(values=values)
+    known = {field.name: field for field in dataclasses.fields(OPTIONS[name])}
     for key, value in values.items():
         if key not in known:
             has = ", ".join(f"`{k}` ({f.default})" for k, f in known.items())

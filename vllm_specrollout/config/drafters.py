@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
+from vllm_specrollout.config import by_name
 from vllm_specrollout.config.checks import (
     DEVICE,
     FILE,
@@ -21,8 +23,8 @@ SCOPES = ("problem", "global")
 FOREIGN = ("skip", "refuse")
 SINGLE = "drafter"
 """Name of the decoupled drafter of `speculative_config`."""
-MAX_RANKS = 64
-"""Ranks of the oracle's tokens, at most."""
+DRAFTERS = ("history", "ngram")
+"""Those of ours that are asked in the step; others are classes of the user's, by their qualified names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,31 +107,6 @@ class HistoryConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OracleConfig:
-    """The `oracle` drafter (benchmarks only): proposes recorded continuations with a set accuracy."""
-
-    path: Annotated[str, FILE] = ""
-    """JSON file: {problem id: [token ids]}; requests name theirs in `extra_args`."""
-    accuracy: tuple[Annotated[float, Range(0.0, 1.0, "give probabilities, for example [0.6, 0.2]")], ...] = (1.0,)
-    """Probability that the true token is the draft of rank 1, of rank 2, ...; more than one rank makes a tree."""
-    seed: int = 0
-    """Seed of the decoys and of the ranks drawn."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "oracle.")
-        if len(self.accuracy) > MAX_RANKS:
-            cause = f"`oracle.accuracy` has {len(self.accuracy)} ranks, above {MAX_RANKS}"
-            raise ConfigError(cause, "give those of the likeliest tokens")
-        if not self.accuracy:
-            raise ConfigError("`oracle.accuracy` is empty", "give at least one rank, for example [1.0]")
-        if sum(self.accuracy) > 1.0 + 1e-9:
-            raise ConfigError(
-                f"`oracle.accuracy` sums to {sum(self.accuracy):g}, above 1",
-                "the ranks exclude each other: lower them so that they sum to at most 1",
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LearnConfig:
     """What an engine does for a trainer that asks it for hidden states."""
 
@@ -192,3 +169,43 @@ class DecoupledConfig:
             cause = f"`decoupled.drafters` are called {shown(names)}"
             raise ConfigError(cause, f"give each a name of its own, and none `{SINGLE}`, which is in use")
         check_address("decoupled.address", self.address)
+
+
+def names_and_options(
+    drafters: Any, options: Mapping[str, Mapping[str, Any]]
+) -> tuple[Any, dict[str, Mapping[str, Any]]]:
+    """The names of drafters, and the options of those that have any, from what stands under `drafters`.
+
+    Args:
+        drafters: each a name, or an object with `name` and options.
+        options: hold for those that are given as a name.
+
+    Raises:
+        ConfigError: an object without a name, or options beside the name of one of ours.
+    """
+    if not isinstance(drafters, Sequence) or isinstance(drafters, str):
+        return drafters, {}  # its type is checked with all others
+    names: list[str] = []
+    found: dict[str, Mapping[str, Any]] = {}
+    for one in drafters:
+        given = dict(one) if isinstance(one, Mapping) else {"name": one, **options.get(str(one), {})}
+        name = given.pop("name", None)
+        check_drafter("drafters", name)
+        if given and not by_name.is_qualified(name):
+            cause = f"`drafters` gives `{name}` options beside its name"
+            raise ConfigError(cause, f'write them under its own key, as in {{"{name}": {{"min_match": 2}}}}')
+        names.append(name)
+        if given:
+            found[name] = given
+    return tuple(names), found
+
+
+def drafters_as_given(names: Sequence[str], options: Mapping[str, Mapping[str, Any]]) -> list[Any]:
+    """What `names_and_options` takes for these."""
+    return [{"name": name, **options[name]} if name in options else name for name in names]
+
+
+def check_drafter(key: str, value: Any) -> str:
+    """A name of ours, or one of a class."""
+    by_name.check_name(key, value, DRAFTERS)
+    return str(value)

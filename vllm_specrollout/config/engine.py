@@ -15,11 +15,13 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any
 
 from vllm_specrollout.config.budgets import OPTIONS, Options, as_given, name_and_options, with_drafter_defaults
+from vllm_specrollout.config.by_name import QUALIFIED
 from vllm_specrollout.config.checks import (
     DEVICE,
     FILE,
     ID,
     Choice,
+    FieldRule,
     Range,
     check_fields,
     check_is_on,
@@ -27,13 +29,16 @@ from vllm_specrollout.config.checks import (
     nearest,
 )
 from vllm_specrollout.config.drafters import (
+    DRAFTERS,
     SINGLE,
     DecoupledConfig,
     HistoryConfig,
     LearnConfig,
     NgramConfig,
-    OracleConfig,
     StartedDrafter,
+    check_drafter,
+    drafters_as_given,
+    names_and_options,
 )
 from vllm_specrollout.config.resuming import Resume
 from vllm_specrollout.errors import ConfigError, named, shown, shown_path
@@ -44,7 +49,6 @@ MAX_NODES = 64
 MOST_BYTES = 1 << 20
 """Of a configuration in a file."""
 
-DRAFTERS = ("history", "ngram", "oracle")
 ALTERNATIVES = "_alternatives"
 MODEL_SOURCES = ("model", "model" + ALTERNATIVES)
 DECOUPLED_SOURCES = ("decoupled", "decoupled" + ALTERNATIVES)
@@ -54,14 +58,17 @@ PROFILES = ("auto", "off")
 SHAPES = ("auto", "tree", "chain")
 SELF_CHECKS = ("auto", "always", "off")
 QUEUE_ORDERS = ("longest_first", "arrival")
+DRAFTER = FieldRule(check_drafter, {"pattern": f"^({'|'.join(DRAFTERS)}|{QUALIFIED})$"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecRolloutConfig:
     """Everything that can be set for an engine."""
 
-    drafters: tuple[Annotated[str, Choice(DRAFTERS)], ...] = ("history", "ngram")
-    """Which drafters propose, best first. May be empty beside a `speculative_config`, whose model drafts as well."""
+    drafters: tuple[Annotated[str, DRAFTER], ...] = ("history", "ngram")
+    """Which drafters propose, best first: `history`, `ngram`, or a class of your own (docs/guides/your-drafter.md) as
+    `my.module:Class`; its options go beside the name: `{"name": "my.module:Class", "levels": 4}`. May be empty beside a
+    `speculative_config`, whose model drafts as well."""
     speculative_config: dict[str, Any] | None = None
     """vLLM's own: the model that drafts, as `--speculative-config` takes it. That flag, given beside `--spec-rollout`,
     ends up here; `num_speculative_tokens` is the most levels that the model drafts."""
@@ -89,8 +96,8 @@ class SpecRolloutConfig:
     """`auto` drafts for most tokens per millisecond; `fixed` always drafts up to `max_draft_tokens`; `off` never;
     `histospec` grows a window per answer (RhymeRL); `das` drafts for the answers expected to be long (DAS); `fastgrpo`
     fills the batch up to the engine's knee (FastGRPO); `tlt` lets a bandit choose among tree sizes below 32 requests
-    (TLT); `specactor` plans one window for the batch and re-plans it every 1000 tokens (SpecActor). Options of the
-    last five go into an object: `{"name": "tlt", "threshold": 48}`."""
+    (TLT); `specactor` plans one window for the batch and re-plans it every 1000 tokens (SpecActor); or a class of your
+    own, as `my.module:Class`. Options of the last six go into an object: `{"name": "tlt", "threshold": 48}`."""
     time_share: Annotated[float, Range(0.01, 1000.0)] = 1.0
     """Most time of each drafter, as a share of what the rest of a step takes. One that takes more is asked in fewer
     steps. It does not hold for the model of `speculative_config`."""
@@ -112,16 +119,19 @@ class SpecRolloutConfig:
     is lost."""
     ngram: NgramConfig = field(default_factory=NgramConfig)
     history: HistoryConfig = field(default_factory=HistoryConfig)
-    oracle: OracleConfig = field(default_factory=OracleConfig)
     train: LearnConfig = field(default_factory=LearnConfig)
     decoupled: DecoupledConfig = field(default_factory=DecoupledConfig)
-    # not a key of its own: it follows from `budget`, which keeps the name alone
+    # no keys of their own: they follow from `budget` and `drafters`, which keep the names alone
     budget_options: Options = field(default=Options(), metadata={"is_derived": True})
+    drafter_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, metadata={"is_derived": True})
 
     def __post_init__(self) -> None:
         name, options = name_and_options(self.budget, self.budget_options)
         object.__setattr__(self, "budget", name)
         object.__setattr__(self, "budget_options", options)
+        names, by_drafter = names_and_options(self.drafters, self.drafter_options)
+        object.__setattr__(self, "drafters", names)
+        object.__setattr__(self, "drafter_options", by_drafter)
         check_fields(self)
         if len(set(self.drafters)) != len(self.drafters):
             raise ConfigError(f"`drafters` names one twice: {shown(list(self.drafters))}", "name each drafter once")
@@ -131,11 +141,6 @@ class SpecRolloutConfig:
         if self.record is not None and not os.path.basename(self.record):
             cause = f"`record` is {shown_path(self.record)}, which names no file"
             raise ConfigError(cause, 'name one, as in "trace.jsonl.zst"')
-        if "oracle" in self.drafters and not self.oracle.path:
-            raise ConfigError(
-                "the `oracle` drafter has no recorded continuations",
-                'set {"oracle": {"path": "FILE.json"}}, or use the `ngram` drafter',
-            )
 
     def _check_settings_are_used(self) -> None:
         for name in DRAFTERS:
@@ -184,8 +189,9 @@ class SpecRolloutConfig:
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON types; `parse(config.as_dict()) == config`."""
         values = dataclasses.asdict(self)
-        del values["budget_options"]
+        del values["budget_options"], values["drafter_options"]
         values["budget"] = as_given(self.budget, self.budget_options)
+        values["drafters"] = drafters_as_given(self.drafters, self.drafter_options)
         return json.loads(json.dumps(values))
 
 

@@ -10,9 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_specrollout.config.budgets import OPTIONS
+from vllm_specrollout.config.by_name import QUALIFIED
 from vllm_specrollout.config.checks import Declared, declared
 from vllm_specrollout.config.engine import SpecRolloutConfig
 
+_QUALIFIED = {"type": "string", "pattern": f"^{QUALIFIED}$"}
+# a class of the user's with its options
+_NAMED = {"type": "object", "properties": {"name": _QUALIFIED}, "required": ["name"]}
 _NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object"}
 
 
@@ -44,6 +48,8 @@ def _object(cls: type, extra: Mapping[str, Any] | None = None) -> dict[str, Any]
         value = _value(declared(cls)[field.name])
         if (cls, field.name) == (SpecRolloutConfig, "budget"):
             value = _budget()
+        if (cls, field.name) == (SpecRolloutConfig, "drafters"):
+            value["items"] = {"anyOf": [value["items"], _NAMED]}
         default = field.default
         if field.default_factory is not dataclasses.MISSING and "properties" not in value:
             default = field.default_factory()
@@ -77,4 +83,4 @@ def _value(one: Declared) -> dict[str, Any]:
 def _budget() -> dict[str, Any]:
     """A name, or an object with it and its options."""
     objects = [_object(options, {"name": {"const": name}}) for name, options in OPTIONS.items()]
-    return {"anyOf": [{"enum": list(OPTIONS)}, *objects]}
+    return {"anyOf": [{"enum": list(OPTIONS)}, _QUALIFIED, *objects, _NAMED]}

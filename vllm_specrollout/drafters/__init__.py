@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+from vllm_specrollout.config import by_name
+from vllm_specrollout.drafters.base import BaseDrafter, Drafter, Place
+from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
+    from typing import Any
 
     from vllm_specrollout.config import SpecRolloutConfig
-    from vllm_specrollout.drafters.base import Drafter
     from vllm_specrollout.history.store import HistoryStore
     from vllm_specrollout.history.texts import Texts
 
@@ -27,7 +30,7 @@ def build(
         make_texts: where drafts are looked up on a device, the texts for it, over a store of answers.
 
     Raises:
-        ConfigError: the recorded continuations of the `oracle` drafter cannot be used.
+        ConfigError: a class that the configuration names cannot be used.
         UnsupportedError: the C++ module is not built.
     """
     return [_build_one(name, config, source, vocabulary, make_texts) for source, name in enumerate(config.drafters)]
@@ -40,8 +43,11 @@ def _build_one(
     vocabulary: Vocabulary,
     make_texts: Callable[[HistoryStore], Texts] | None,
 ) -> Drafter:
+    if by_name.is_qualified(name):
+        place = Place(source, config.max_draft_tokens, vocabulary.size)
+        return _named(name, place, config.drafter_options.get(name, {}))
     # imported late: naming one drafter must not need what another one needs
-    if make_texts is not None and name != "oracle":
+    if make_texts is not None:
         from vllm_specrollout.drafters.looked_up import LookedUpHistory, LookedUpNgram
 
         is_history = name == "history"
@@ -54,8 +60,25 @@ def _build_one(
         from vllm_specrollout.drafters.history import HistoryDrafter
 
         return HistoryDrafter(config.history, config.max_draft_tokens, source, vocabulary=vocabulary)
-    if name == "oracle":
-        from vllm_specrollout.drafters.oracle import OracleDrafter, load_continuations
-
-        return OracleDrafter(config.oracle, load_continuations(config.oracle.path, vocabulary.size), source)
     raise AssertionError(f"the configuration let an unknown drafter through: {name!r}")
+
+
+def check_named(config: SpecRolloutConfig) -> None:
+    """Import the classes that the configuration names, and look at their options; none is made.
+
+    Raises:
+        ConfigError: one cannot be imported, is no drafter, or does not take its options.
+    """
+    for name in filter(by_name.is_qualified, config.drafters):
+        cls = by_name.load("drafters", name, Drafter, BaseDrafter)
+        by_name.check_options("drafters", name, cls, config.drafter_options.get(name, {}))
+
+
+def _named(name: str, place: Place, options: Mapping[str, Any]) -> Drafter:
+    made = cast(Drafter, by_name.make("drafters", name, Drafter, BaseDrafter, (place,), options))
+    if made.num_sources != 1:
+        cause = f"`drafters` names `{name}`, which tells {made.num_sources} kinds of nodes apart"
+        raise ConfigError(cause, "name a class of one kind each")
+    # what metrics, traces and the log call it is what the configuration does
+    made.name = name
+    return made

@@ -7,12 +7,25 @@ its own, and answers with what it has.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from vllm_specrollout.types import DraftLimits, FinishedRequest, RequestBatch, RequestView, TreeBatch, VerifyResult
 
 UNBOUNDED = 1 << 60
 """Tokens that no request comes to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a drafter is in its engine: what a class that the configuration names is made with."""
+
+    source: int
+    """Its index in the engine's list: whose nodes a tree has, and what `DraftLimits.wanted` is asked with."""
+    max_draft_tokens: int
+    """Most nodes of a draft, whatever the limits of a step are."""
+    vocab_size: int
+    """Token ids are below it."""
 
 
 class Drafter(Protocol):

@@ -29,8 +29,6 @@ class Features:
     """Whether the V2 runner tells its processors of logits how long sequences may be."""
     captures_drafts: bool
     """Whether steps with branches get CUDA graphs on the V2 runner: vLLM has what they are captured with."""
-    cpu_models_draft: bool
-    """Whether vLLM itself runs a model that drafts on CPU: once, a kernel did not fit its launcher."""
     drafts_few: bool
     """Whether the V2 runner's speculators may be asked for fewer tokens than their steps have drafts."""
     has_v2_models: bool
@@ -55,7 +53,6 @@ _NEWEST = Features(
     v2_noise="murmur",
     processors_know_lengths=True,
     captures_drafts=True,
-    cpu_models_draft=True,
     drafts_few=True,
     has_v2_models=True,
     speculates_by="config",
@@ -74,20 +71,18 @@ _0_31 = replace(
     counts_field="waiting_lora_adapters",
     returns_masks=False,
 )
-_0_30 = replace(
+_0_29 = replace(
     _0_31,
     v2_noise="philox",
     processors_know_lengths=False,
     captures_drafts=False,
-    cpu_models_draft=False,
     has_v2_models=False,
     returns_experts=False,
     places_field="max_num_running_reqs",
 )
 
 TABLE: Mapping[str, Features] = {
-    "0.29.0": replace(_0_30, cpu_models_draft=True),
-    "0.30.0": _0_30,
+    "0.29.0": _0_29,
     "0.31.0": _0_31,
     "0.32.0": _0_32,
     "0.33.0": _NEWEST,

@@ -155,9 +155,8 @@ def _check_decoupled(config: SpecRolloutConfig, engine: engines.Engine, vllm_con
 def _check_model(vllm_config: Any, given: Mapping[str, Any], engine: engines.Engine) -> None:
     from vllm.config import SpeculativeConfig
 
-    parallel, row = vllm_config.parallel_config, features.installed()
+    parallel = vllm_config.parallel_config
     resolved = SpeculativeConfig(**given, target_model_config=vllm_config.model_config, target_parallel_config=parallel)
-    has_models = row.has_v2_models or resolved.method != "draft_model"
     speculative_methods.check(
         str(resolved.method),
         given,
@@ -165,7 +164,7 @@ def _check_model(vllm_config: Any, given: Mapping[str, Any], engine: engines.Eng
         steps_together=parallel.data_parallel_size > 1 and bool(vllm_config.model_config.is_moe),
         tensor_parallel_size=parallel.tensor_parallel_size,
         is_multimodal=vllm_config.model_config.is_multimodal_model,
-        is_lacking=not (row.cpu_models_draft if engine is engines.CPU_V1 else has_models),
+        is_lacking=engine.uses_v2 and resolved.method == "draft_model" and not features.installed().has_v2_models,
     )
 
 

@@ -5,7 +5,6 @@ Nothing here imports vLLM: the rules look at attributes, so they are tested with
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -154,8 +153,12 @@ def check_engine_args(args: Any, config: SpecRolloutConfig, engine: Engine) -> N
     _check_class("--scheduler-cls", args.scheduler_cls, (None, engine.scheduler, engine.async_scheduler or None))
     if not config.sources:
         raise ConfigError("`drafters` is empty", f"name at least one of: {', '.join(DRAFTERS)}")
-    if "oracle" in config.drafters:
-        _check_oracle(args, config.oracle.path)
+    # these import numpy, which nobody needs who imports us
+    from vllm_specrollout.budgets.registry import make_budget
+    from vllm_specrollout.drafters import check_named
+
+    check_named(config)
+    make_budget(config)
     check_places(config)
     check_keys(config)
 
@@ -229,17 +232,4 @@ def _check_class(flag: str, value: Any, allowed: tuple[Any, ...], more: str = ""
         raise UnsupportedError(
             f"`{flag}` is `{shown}`, but spec rollout brings its own",
             f"drop `{flag}`{more}, {LEAVE_OUT}",
-        )
-
-
-def _check_oracle(args: Any, path: str) -> None:
-    if any(cls.__name__ == "AsyncEngineArgs" for cls in type(args).__mro__):
-        raise UnsupportedError(
-            "the `oracle` drafter replays recorded answers: it is for benchmarks with `LLM`, not for a server",
-            'use {"drafters": ["ngram"]}',
-        )
-    if not os.path.isfile(path):
-        raise ConfigError(
-            f"`oracle.path` is `{path}`, which is not a file",
-            "give the JSON file that holds the recorded continuations",
         )

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.runner.results import TABLES, speedup
+from bench.runner.fields import FIELDS, Row, speedup
+from bench.runner.results import TABLES
 
 ROOT = Path(__file__).resolve().parents[3]
 FILES = sorted((ROOT / "bench" / "results").glob("*"))
@@ -59,3 +60,16 @@ def test_no_kept_row_tells_a_speed_of_outputs_that_differ():
     rows = [row for path in FILES for run in json.loads(path.read_text())["runs"] for row in run["rows"]]
     assert all("speedup" not in row for row in rows if row.get("identical") is False)
     assert any(row.get("identical") for row in rows)
+
+
+def test_a_row_tells_nothing_but_declared_fields():
+    row = Row(name="chain", speedup=2.0)
+    assert (row.name, row.speedup, row.ideal, row.but(speedup=None).speedup) == ("chain", 2.0, None, None)
+    with pytest.raises(KeyError, match="speed_up"):
+        row.but(speed_up=3.0)
+    with pytest.raises(AttributeError):
+        _ = row.speed_up
+
+
+def test_what_is_kept_has_no_name_that_is_only_shown():
+    assert not [name for name, field in FIELDS.items() if field.is_kept and name.endswith(("_told", "_us"))]

@@ -58,16 +58,6 @@ def ended(process: DrafterProcess) -> None:
     process._process.wait()
 
 
-def test_a_process_that_lives_is_left_alone() -> None:
-    process = DrafterProcess(Script("import time; time.sleep(60)", "ipc:///x"))
-    assert process.is_alive and not process.watch()
-    pid = process.pid
-    assert not process.watch() and process.pid == pid
-    process.stop()
-    assert not process.is_alive and process.pid is None
-    process.stop()
-
-
 def test_a_process_that_ends_is_begun_anew_with_ever_more_patience() -> None:
     clock = Clock()
     process = DrafterProcess(Script("raise SystemExit(3)", "ipc:///x"), clock)

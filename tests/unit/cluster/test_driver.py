@@ -325,16 +325,6 @@ async def test_a_refused_request_says_why_and_costs_the_others_nothing() -> None
     assert all(list(found[one].token_ids) == answer(asked[one].params) for one in others)
 
 
-async def test_an_engine_without_a_word_is_begun_anew() -> None:
-    world = World(2)
-    await world.settle()
-    asked, stuck = world.ask(2), world.alive["engine-0"]
-    stuck.step = lambda: None  # type: ignore[method-assign]
-    found = await world.finish(asked)
-    assert all(list(one.token_ids) == answer(asked[request].params) for request, one in found.items())
-    assert world.alive["engine-0"] is not stuck
-
-
 async def test_without_an_engine_or_after_the_end_all_that_waits_ends_with_the_cause() -> None:
     world = World(2, restarts=0)
     await world.settle()

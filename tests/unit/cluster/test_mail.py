@@ -69,7 +69,7 @@ def test_a_drafter_that_is_begun_anew_is_found_again_and_hears_what_waited(addre
 def test_what_is_full_refuses_and_never_waits(tmp_path: Path) -> None:
     box = Box(f"ipc://{tmp_path}/nobody")
     sent = [box.send(HELLO) for _ in range(HIGH_WATER + 10)]
-    assert sent.count(False) == box.dropped >= 10 and sent[0]
+    assert sent.count(False) >= 10 and sent[0]
     box.close()
 
 
@@ -80,7 +80,6 @@ def test_an_engine_that_is_gone_is_said_to_be(address: str) -> None:
     ((name, _),) = heard(office)
     box.close()
     until(lambda: not office.send(name, HELLO))
-    assert office.dropped
     office.close()
 
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.cluster.rollout import PROMPT, Rollout
-from vllm_specrollout.cluster.line import ROWS, branches
+from vllm_specrollout.cluster.line import ROWS, _stream_below, branches
 from vllm_specrollout.cluster.messages import Rest, encode
 from vllm_specrollout.cluster.serving import FORGET_S
 
@@ -61,7 +61,7 @@ def test_faults_of_drafters_and_of_their_mail_change_no_token(
         for _ in range(rng.randrange(5)):
             rollout.turn()
             for other in rollout.others:
-                assert all(line.depth <= 2 * 16 for line in other.lines)
+                assert all(_stream_below(line._root) <= 2 * 16 for line in other.lines)
         rollout.step()
         rollout.now += rng.choice((0.1, 1.0, 10.0))
     rollout.check()
@@ -96,7 +96,7 @@ def test_a_drafter_is_at_most_two_windows_ahead_of_a_target_that_stands_still() 
     rollout.step()
     for _ in range(100):
         rollout.turn()
-    assert rollout.line.depth == 12 and not rollout.engine.running
+    assert _stream_below(rollout.line._root) == 12 and not rollout.engine.running
 
 
 def test_a_miss_costs_at_most_what_may_be_drafted_behind_a_token() -> None:

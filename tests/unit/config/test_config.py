@@ -7,7 +7,6 @@ import pytest
 from vllm_specrollout.config import (
     BUDGETS,
     NgramConfig,
-    OracleConfig,
     RequestOptions,
     SpecRolloutConfig,
     parse,
@@ -80,11 +79,6 @@ REFUSED_CONFIGS = {
     "a block size that is no multiple of 32": {"block_size": 48},
     "ngram minimum above its maximum": {"ngram": {"min_match": 9, "max_match": 8}},
     "ngram out of range": {"ngram": {"max_match": 0}},
-    "oracle without a file": {"drafters": ["oracle"]},
-    "oracle accuracy outside 0 to 1": {"oracle": {"accuracy": [1.5]}},
-    "oracle accuracy above 1 in sum": {"oracle": {"accuracy": [0.7, 0.7]}},
-    "oracle accuracy empty": {"oracle": {"accuracy": []}},
-    "oracle accuracy as text": {"oracle": {"accuracy": ["high"]}},
     "no tokens of a step of prefill": {"train": {"prefill_tokens": 0}},
 }
 REFUSED_TEXTS = {
@@ -151,10 +145,10 @@ def test_a_mapping_its_json_and_its_file_mean_the_same(tmp_path):
 
 def test_a_config_survives_the_trip_through_json():
     config = SpecRolloutConfig(
-        drafters=("ngram", "oracle"),
+        drafters=("ngram", {"name": "my.module:Drafter", "levels": 4}),
         scratch_blocks=7,
         block_size=64,
-        oracle=OracleConfig(path="x.json", accuracy=(0.5, 0.25)),
+        budget={"name": "my.module:Budget", "rows": [1, 2]},
     )
     assert parse(json.loads(json.dumps(config.as_dict()))) == config
 

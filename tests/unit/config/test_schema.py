@@ -49,7 +49,7 @@ def with_value(name: str, value: float) -> dict[str, Any]:
     if part == "budget":
         (budget,) = (n for n, kind in OPTIONS.items() if key in kind.__dataclass_fields__)
         return {"budget": {"name": budget, key: value}}
-    around = {"decoupled": {"placement": "decoupled"}, "oracle": {"drafters": ["oracle"]}}
+    around = {"decoupled": {"placement": "decoupled"}}
     return {**around.get(part, {}), part: {key: value}}
 
 

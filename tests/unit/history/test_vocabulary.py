@@ -12,11 +12,8 @@ import pytest
 from tests.drafters import ask
 from tests.unit.history.poisoned import change, filled
 from tests.unit.history.stored import answers_in
-from vllm_specrollout import drafters
-from vllm_specrollout.config import SpecRolloutConfig
-from vllm_specrollout.config.drafters import HistoryConfig, OracleConfig
+from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.drafters.history import HistoryDrafter
-from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.history import upkeep
 from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.database import Database, ForeignError, HistoryError
@@ -145,12 +142,3 @@ def test_only_files_of_one_vocabulary_are_merged(tmp_path: Path, make_answer: Ma
     into.unlink()
     # what is in it may be of any
     assert upkeep.merge([one, four], into) == 2 and Database(into).vocabulary == ANY_VOCABULARY
-
-
-def test_recorded_answers_of_another_model_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "answers.json"
-    path.write_text('{"a": [1, 2], "b": [3, 512]}')
-    config = SpecRolloutConfig(drafters=("oracle",), oracle=OracleConfig(path=str(path)))
-    assert drafters.build(config, Vocabulary("large", 513))
-    with pytest.raises(ConfigError, match="'b' holds token 512, the model has 512"):
-        drafters.build(config, Vocabulary("small", 512))

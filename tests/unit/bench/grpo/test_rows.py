@@ -5,18 +5,20 @@ import io
 import pytest
 from rich.console import Console
 
-from bench.grpo.rows import EngineRun, StepRow, epoch_rows, epochs_table
+from bench.grpo.rows import epoch_rows, epochs_table, step_row
+from bench.runner.fields import Row
 from bench.runner.report import print_all
 
 
 def run(engine, wall_s, num_tokens, **changes):
     values = {"steps": 10, "reward": 0.5, "num_differing": 0, "identical": None, "difference": None, "idle_cores": 0.0}
     values |= {"drafted": None, "accepted": None}
-    return EngineRun(engine=engine, wall_s=wall_s, num_tokens=num_tokens, **(values | changes))
+    return Row(engine=engine, wall_s=wall_s, num_tokens=num_tokens, **(values | changes))
 
 
 def row(step, epoch, runs, reward=0.5):
-    return StepRow(
+    return step_row(
+        runs,
         step=step,
         epoch=epoch,
         weights_version=step,
@@ -24,7 +26,6 @@ def row(step, epoch, runs, reward=0.5):
         solved=1.0,
         mean_tokens=10.0,
         cut_share=0.0,
-        runs=tuple(runs),
         update={},
         train_s=1.0,
         push_s=1.0,

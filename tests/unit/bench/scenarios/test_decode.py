@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.runner.oracle import ORACLE
 from bench.scenarios.decode import Decode, problem_id
 from vllm_specrollout.config import parse, parse_request
 from vllm_specrollout.errors import ConfigError
@@ -22,8 +23,8 @@ def test_chain_and_tree_are_measured_by_engines_of_their_own():
 
 def test_the_chain_drafts_the_first_rank_only():
     chain, tree = (parse(TREES.spec_rollout(name, Path("oracle.json"))) for name in ("chain", "tree"))
-    assert (chain.shape, chain.oracle.accuracy) == ("chain", (0.6,))
-    assert (tree.shape, tree.oracle.accuracy) == ("tree", (0.6, 0.2))
+    assert (chain.shape, chain.drafter_options[ORACLE]["accuracy"]) == ("chain", [0.6])
+    assert (tree.shape, tree.drafter_options[ORACLE]["accuracy"]) == ("tree", [0.6, 0.2])
     assert tree.max_draft_tokens == tree.max_depth == 7
     assert tree.budget == "fixed"
 

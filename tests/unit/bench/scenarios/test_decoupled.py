@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from vllm_specrollout.bench.runner.fields import Row
 from vllm_specrollout.bench.runner.report import Found
 from vllm_specrollout.bench.runner.scenario import run
-from vllm_specrollout.bench.scenarios.decoupled import COUPLED, DECOUPLED, Decoupled, Row, Way
+from vllm_specrollout.bench.scenarios.decoupled import COUPLED, DECOUPLED, Decoupled
 
 
 def row(is_told: bool) -> Row:
     """A setting; without figures where an output was not stock's."""
     speedup, quartiles = (1.25, (1.0, 1.5)) if is_told else (None, None)
-    way = Way(speedup=speedup, quartiles=quartiles, estimated=1.0, tokens_per_step=2.0)
+    way = dict(speedup=speedup, quartiles=quartiles, estimated=1.0, tokens_per_step=2.0)
     return Row(
         drafter="small",
         batch=2,

@@ -1,9 +1,8 @@
-from dataclasses import asdict
-
 import pytest
 
+from bench.runner.fields import Row
 from bench.runner.results import SERVING, reduced
-from bench.scenarios.serving import AGAIN, ARMS, STOCK, RandomServing, ServingRow
+from bench.scenarios.serving import AGAIN, ARMS, STOCK, RandomServing
 from vllm_specrollout.config import parse
 
 SCENARIO = RandomServing(rounds=2)
@@ -13,7 +12,7 @@ def told(tokens_per_s: float, token_us: float) -> dict[str, float]:
     return {"tokens_per_s": tokens_per_s, "token_us": token_us}
 
 
-def row(name: str, *, differs: bool) -> ServingRow:
+def row(name: str, *, differs: bool) -> Row:
     stock = [told(1000.0, 2000.0), told(800.0, 2500.0)]
     return SCENARIO._row(name, [told(950.0, 2100.0), told(800.0, 2540.0)], stock, differs)
 
@@ -40,6 +39,6 @@ def test_stock_runs_twice_and_ours_as_it_is_and_with_drafts_off():
 
 def test_a_row_without_identical_answers_is_kept_without_figures():
     kept = reduced({"bench": "serving", "command": "", "versions": {"commit": None, "vllm": "0.32.0"}, "host": {},
-                    "rows": [asdict(row("ours", differs=True))]})  # fmt: skip
+                    "rows": [row("ours", differs=True)]})  # fmt: skip
     assert kept["rows"] == [{"name": "ours", "identical": False, "rounds": 2}]
     assert set(SERVING) >= {"run", "identical", "of stock's"}

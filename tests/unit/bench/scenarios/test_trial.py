@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.runner.rows import Judged, Pair
-from bench.scenarios.trial import Trial, made_row, read_prompts, verdict
+from bench.runner.rows import Judged, Pair, proven_row
+from bench.scenarios.trial import Trial, read_prompts, verdict
 from vllm_specrollout.errors import ConfigError
 
 
@@ -58,20 +58,20 @@ def test_a_model_and_a_file_have_to_be_named(tmp_path: Path) -> None:
 
 
 def test_no_speed_is_told_of_other_tokens(pair: Pair) -> None:
-    row = made_row("epoch 1", 1, pair, Judged(differences=["request 0, token 2"]))
+    row = proven_row("epoch 1", 1, 0, [pair], Judged(differences=["request 0, token 2"]))
     assert row.speedup is None and row.identical is False and not row.is_proven
     assert verdict([row], "").startswith("NOT the tokens of stock vLLM")
     assert "does not repeat itself" in verdict([row], "request 0, token 2")
 
 
 def test_behind_proven_ties_a_speed_is_told_and_so_are_they(pair: Pair) -> None:
-    row = made_row("epoch 1", 1, pair, Judged(ties=["request 0, token 2"]))
+    row = proven_row("epoch 1", 1, 0, [pair], Judged(ties=["request 0, token 2"]))
     assert row.speedup == 2.0 and row.identical is False and row.is_proven
     assert verdict([row], "") == "stock vLLM's tokens, but for 1 proven ties: 2.00x as fast in epoch 1"
 
 
 def test_equal_tokens_are_told_with_their_speed(pair: Pair, make_run) -> None:
     same = Pair(stock=pair.ours, ours=make_run([[1, 2, 4]], [1.0, 2.0], steps=2, request_steps=2))
-    row = made_row("epoch 2", 1, same, Judged())
+    row = proven_row("epoch 2", 1, 0, [same], Judged())
     assert row.identical
     assert verdict([row], "") == "the very tokens of stock vLLM: 2.00x as fast in epoch 2"

@@ -12,7 +12,7 @@ from vllm_specrollout.bench.studies.formulas import StepLine
 from vllm_specrollout.bench.studies.h200 import RealSteps
 
 from tests.unit.bench.studies.builders import mixed
-from vllm_specrollout.cluster.rates import coupled_rate
+from vllm_specrollout.cluster.rates import coupled_rate, decoupled_rate
 
 VERIFIER = StepLine(base=5.0, request=0.05, steep=0.017, knee=256.0)
 FREE, MODEL = StepLine(base=0.0), StepLine(base=2.0)
@@ -48,6 +48,14 @@ def test_nobody_drafts_where_plain_steps_yield_more():
     work, (plain, drafted) = mixed([300, 300], [0.2, 0.2], 0.0), (site(1), site(1, drafts=True))
     times = [simulate(work, replace(one, verifier=steps), on(2)).makespan_ms for one in (plain, drafted)]
     assert times == [pytest.approx(1500.0), pytest.approx(1500.0)]
+
+
+def test_engines_with_a_drafter_apart_have_the_speed_of_its_formula():
+    drafter = StepLine(base=1.0)
+    apart = replace(site(1, drafts=True, is_apart=True), drafters=(drafter, MODEL))
+    best = max(decoupled_rate(drafter, VERIFIER, 1, window, 0.8) for window in range(1, 17))
+    done = simulate(mixed([10_000], 0.8, 0.0), apart, on(1))
+    assert 10_000 / done.makespan_ms == pytest.approx(best, rel=1e-3)
 
 
 def test_a_lent_drafter_is_not_used_where_it_makes_the_batch_slower():

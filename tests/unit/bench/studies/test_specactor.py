@@ -9,7 +9,7 @@ from vllm_specrollout.bench.studies.specactor import (
     run,
     run_arms,
     scan,
-    setups,
+    sites,
 )
 
 from vllm_specrollout.cluster.rates import Mode
@@ -52,7 +52,7 @@ def test_answers_of_a_problem_share_the_planned_part_of_the_variance(shared):
 
 def test_acceptances_have_the_planned_medians_and_what_is_common_to_methods():
     work = drawn(acceptance_common=0.5)
-    assert np.median(work.acceptance, axis=1) == pytest.approx([0.88, 0.90, 0.35], abs=0.01)
+    assert np.median(work.acceptance, axis=1) == pytest.approx([0.88, 0.90], abs=0.01)
     assert np.corrcoef(logits(work))[0, 1] == pytest.approx(0.5, abs=0.03)
 
 
@@ -63,7 +63,7 @@ def test_long_answers_may_be_drafted_worse():
 
 @pytest.mark.nightly
 def test_over_several_seeds_each_technique_adds_to_the_one_before_it(rollouts):
-    times = [mean_ms(rollouts, name) for name in ("plain", "vanilla", "decoupled", "reconfigured", "ladder")]
+    times = [mean_ms(rollouts, name) for name in ("plain", "vanilla", "decoupled", "ladder")]
     assert times == sorted(times, reverse=True)
 
 
@@ -74,20 +74,14 @@ def test_drafts_pay_and_disaggregation_alone_does_not_with_every_seed(rollouts):
         assert arms["ladder"].makespan_ms < arms["decoupled"].makespan_ms
 
 
-def test_decoding_plainly_beats_waiting(rollouts):
-    assert mean_ms(rollouts, "decoupled") < mean_ms(rollouts, "decoupled, waiting")
-
-
-def test_all_arms_generate_the_same_tokens_and_waste_within_the_bound(rollouts):
+def test_all_arms_generate_the_same_tokens(rollouts):
     for arms in rollouts:
-        assert len({outcome.counts["tokens"] for name, outcome in arms.items() if name != "ladder"}) == 1
-        assert all(outcome.counts["excess"] == 0 for outcome in arms.values())
+        assert all(one.tokens == pytest.approx(arms["plain"].tokens) for one in arms.values())
 
 
-def test_the_ladder_puts_idle_groups_to_work(rollouts):
+def test_free_workers_lend_their_drafters_in_the_ladder_alone(rollouts):
     for arms in rollouts:
-        assert arms["ladder"].idle_share < arms["reconfigured"].idle_share - 0.1
-        assert arms["ladder"].races_won > 0
+        assert [name for name, one in arms.items() if one.counts["attach"]] == ["ladder"]
 
 
 def test_the_report_has_a_row_and_a_curve_per_arm_and_says_what_does_not_come_out():
@@ -99,19 +93,16 @@ def test_the_report_has_a_row_and_a_curve_per_arm_and_says_what_does_not_come_ou
     assert msgspec.to_builtins(report)["figures"]["plain s"] > report.figures["ladder s"]
 
 
-def test_windows_are_planned_for_the_batch_at_the_beginning():
-    planned = setups(smaller(), draw_workload(smaller(), 0))
-    assert planned["plain"].groups == 16 and planned["decoupled"].groups == 12
-    assert planned["vanilla"].window <= planned["decoupled"].window
+def test_a_drafter_with_a_gpu_of_its_own_leaves_fewer_groups():
+    arms = sites(smaller())
+    assert arms["plain"].engines == arms["vanilla"].engines == 16 and arms["decoupled"].engines == 12
 
 
-def test_the_products_planner_finds_the_windows_of_the_arms_and_that_coupled_groups_yield_most_at_first():
+def test_the_products_planner_finds_that_coupled_groups_yield_most_at_first():
     inputs = SpecActorInputs()
     work = draw_workload(inputs, 0)
-    found, arms = plans(inputs, work), setups(inputs, work)
-    windows = {(one.mode, one.draft_gpus): one.window for one in found}
-    assert found[0].mode is Mode.COUPLED and windows[Mode.COUPLED, 0] == arms["vanilla"].window
-    assert windows[Mode.DECOUPLED, 1] == arms["decoupled"].window
+    found = plans(inputs, work)
+    assert found[0].mode is Mode.COUPLED
     assert found[0].total_tokens_per_s > found[1].total_tokens_per_s
     dear = msgspec.structs.replace(inputs, row_ms=0.08)
     assert plans(dear, work)[0].mode is Mode.PLAIN, "rows may cost more beyond the knee than the weights below it"

@@ -1,4 +1,4 @@
-"""The `oracle` drafter, for benchmarks only: recorded continuations, drafted with a set accuracy.
+"""The oracle: a drafter of recorded answers, right with a set probability; an engine gets it by its qualified name.
 
 It knows the answers, so it measures what an engine makes of drafts of a given quality, at almost no drafting time.
 
@@ -11,22 +11,27 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specrollout.config.drafters import OracleConfig
-from vllm_specrollout.drafters.base import BaseDrafter
+from vllm_specrollout.config.checks import FILE, Range
+from vllm_specrollout.drafters.base import BaseDrafter, Place
 from vllm_specrollout.errors import ConfigError, named, shown_path
-from vllm_specrollout.history.vocabulary import ANY_TOKEN
 from vllm_specrollout.trees.batch import proposed
 from vllm_specrollout.trees.build import depths, order
 from vllm_specrollout.types import ROOT, DraftLimits, DraftTree, IntArray, RequestBatch, RequestView, TreeBatch
 
 logger = logging.getLogger("vllm.specrollout")
 
+ORACLE = "vllm_specrollout.bench.runner.oracle:OracleDrafter"
+"""The name that a configuration gives it."""
+MOST_RANKS = 64
+Accuracy = tuple[Annotated[float, Range(0.0, 1.0, "give probabilities, for example [0.6, 0.2]")], ...]
+"""Probability that the true token is the draft of rank 1, of rank 2, ...; more than one rank makes a tree."""
 _INT32_MAX = 2**31 - 1
 # odd constants of the counter-based generator (Steele et al., SplitMix64)
 _POSITION_STEP = np.uint64(0x9E3779B97F4A7C15)
@@ -69,26 +74,42 @@ class OracleDrafter(BaseDrafter):
     request's key, the position and the depth alone: every rank and every run draws the same.
 
     Args:
-        config: seed and accuracy.
-        continuations: answer of each request: key (the request's `problem_id`, or its id where it has none) -> tokens.
-        source: this drafter's index in the engine's list.
+        place: where it is in its engine.
+        path: JSON file of each request's answer: key (its `problem_id`, or its id where it has none) -> tokens.
+        seed: of the decoys, and of the ranks drawn.
+
+    Raises:
+        ConfigError: the file or the accuracy cannot be used.
     """
 
     name = "oracle"
 
-    def __init__(self, config: OracleConfig, continuations: Mapping[str, Sequence[int]], source: int = 0) -> None:
-        self._config = config
-        self._source = source
-        self._up_to_rank = np.cumsum(np.asarray(config.accuracy, dtype=np.float64))
-        self._recordings = {key: self._record(key, token_ids) for key, token_ids in continuations.items()}
-        largest = max((max(token_ids, default=0) for token_ids in continuations.values()), default=0)
-        # decoys differ from the true token and from each other, so there must be one token more than ranks
-        self._vocab_size = max(largest, len(config.accuracy)) + 1
+    def __init__(self, place: Place, *, path: Annotated[str, FILE], accuracy: Accuracy = (1.0,), seed: int = 0) -> None:
+        self._place, self._seed = place, seed
         self._is_warned = False
+        self.replay(path, accuracy)
+
+    def replay(
+        self, path: str, accuracy: Sequence[float], position: int | None = None, then: Sequence[float] = (0.0,)
+    ) -> None:
+        """Other answers and another accuracy from now on.
+
+        Args:
+            path, accuracy: as at first.
+            position: output tokens of each request after which `then` holds instead; None: never.
+        """
+        answers = load_continuations(path, self._place.vocab_size)
+        # accuracy before the position and behind it
+        self._position, self._accuracy = position, (_checked(accuracy), _checked(then))
+        self._up_to_rank = [np.cumsum(np.asarray(own, dtype=np.float64)) for own in self._accuracy]
+        self._recordings = {key: self._record(key, token_ids) for key, token_ids in answers.items()}
+        largest = max((max(token_ids, default=0) for token_ids in answers.values()), default=0)
+        # decoys differ from the true token and from each other, so there must be one token more than ranks
+        self._decoys_of = max(largest, *map(len, self._accuracy)) + 1
 
     def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
         bounds = zip(
-            limits.wanted(self._source).tolist(), limits.max_depth.tolist(), limits.is_chain.tolist(), strict=True
+            limits.wanted(self._place.source).tolist(), limits.max_depth.tolist(), limits.is_chain.tolist(), strict=True
         )
         drafts = [self._draft(view, *bound) for view, bound in zip(batch.views, bounds, strict=True)]
         node_start = np.zeros(len(drafts) + 1, dtype=np.int32)
@@ -98,10 +119,10 @@ class OracleDrafter(BaseDrafter):
             np.concatenate([_NOTHING, *(form.parents for _, form in drafts)]),
             np.concatenate([_NOTHING.astype(np.float32), *(form.log_q for _, form in drafts)]),
         )
-        return proposed(batch.request_ids, node_start, *columns, self._source)
+        return proposed(batch.request_ids, node_start, *columns, self._place.source)
 
     def _record(self, key: str, token_ids: Sequence[int]) -> _Recording:
-        digest = hashlib.blake2b(f"{self._config.seed}:{key}".encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(f"{self._seed}:{key}".encode(), digest_size=8).digest()
         return _Recording(np.asarray(token_ids, dtype=np.int32), np.uint64(int.from_bytes(digest, "little")))
 
     def _draft(self, view: RequestView, max_nodes: int, max_depth: int, is_chain: bool) -> tuple[IntArray, _Form]:
@@ -114,16 +135,17 @@ class OracleDrafter(BaseDrafter):
         depth = min(max_depth, len(recording.token_ids) - position)
         if depth <= 0 or max_nodes <= 0:
             return _NOTHING, _EMPTY
-        form = _form(self._config.accuracy, max_nodes, depth, is_chain)
-        return self._fill(form, recording, position, depth), form
+        phase = int(self._position is not None and position >= self._position)
+        form = _form(self._accuracy[phase], max_nodes, depth, is_chain)
+        return self._fill(form, recording, position, depth, phase), form
 
-    def _fill(self, form: _Form, recording: _Recording, position: int, depth: int) -> IntArray:
+    def _fill(self, form: _Form, recording: _Recording, position: int, depth: int, phase: int) -> IntArray:
         """Put tokens on the nodes: decoys first, then the answer as far down as its ranks are drafted."""
         truth = recording.token_ids[position : position + depth]
-        ranks, decoys = self._draw(recording.stream, position, depth)
+        ranks, decoys = self._draw(recording.stream, position, depth, phase)
         # true + 1 + x mod (vocabulary - 1) is never the true token, and consecutive x are different tokens
-        others = (decoys[form.depth] + form.rank) % (self._vocab_size - 1)
-        token_ids = ((truth[form.depth] + 1 + others) % self._vocab_size).astype(np.int32)
+        others = (decoys[form.depth] + form.rank) % (self._decoys_of - 1)
+        token_ids = ((truth[form.depth] + 1 + others) % self._decoys_of).astype(np.int32)
         node = ROOT
         for token, rank in zip(truth.tolist(), ranks.tolist(), strict=True):
             node = form.child.get((node, rank), ROOT)
@@ -132,7 +154,7 @@ class OracleDrafter(BaseDrafter):
             token_ids[node] = token
         return token_ids
 
-    def _draw(self, stream: np.uint64, position: int, depth: int) -> tuple[IntArray, npt.NDArray[np.int64]]:
+    def _draw(self, stream: np.uint64, position: int, depth: int, phase: int) -> tuple[IntArray, npt.NDArray[np.int64]]:
         """Per depth: the rank that holds the true token (one past the last: none), and where the decoys start."""
         steps = np.arange(depth, dtype=np.uint64)
         x = stream + (np.uint64(position) + steps) * _POSITION_STEP + steps * _DEPTH_STEP
@@ -141,7 +163,7 @@ class OracleDrafter(BaseDrafter):
         x ^= x >> np.uint64(31)
         uniform = (x >> np.uint64(32)).astype(np.float64) * 2.0**-32
         decoys = (x & np.uint64(_INT32_MAX)).astype(np.int64)
-        return np.searchsorted(self._up_to_rank, uniform, side="right"), decoys
+        return np.searchsorted(self._up_to_rank[phase], uniform, side="right"), decoys
 
     def _warn(self, view: RequestView) -> None:
         if not self._is_warned:
@@ -153,14 +175,24 @@ class OracleDrafter(BaseDrafter):
             )
 
 
-def load_continuations(path: str, vocab_size: int = ANY_TOKEN) -> dict[str, list[int]]:
+def _checked(accuracy: Sequence[float]) -> tuple[float, ...]:
+    ranks = tuple(accuracy)
+    if not 1 <= len(ranks) <= MOST_RANKS:
+        raise ConfigError(f"an oracle's `accuracy` has {len(ranks)} ranks, outside 1 to {MOST_RANKS}", "give others")
+    if sum(ranks) > 1.0 + 1e-9:
+        cause = f"an oracle's `accuracy` sums to {sum(ranks):g}, above 1"
+        raise ConfigError(cause, "the ranks exclude each other: lower them so that they sum to at most 1")
+    return ranks
+
+
+def load_continuations(path: str, vocab_size: int) -> dict[str, list[int]]:
     """Recorded continuations: a JSON object {request key: [token ids]}.
 
     Raises:
         ConfigError: the file is missing or unreadable, holds something else, or a token that the model does not have.
     """
-    hint = 'set `oracle.path` to a JSON file such as {"problem-1": [15, 7, 2]}'
-    file = f"`oracle.path` {shown_path(path)}"
+    hint = 'name a JSON file such as {"problem-1": [15, 7, 2]}'
+    file = f"`path` {shown_path(path)}"
     try:
         with open(path, encoding="utf-8") as handle:
             recorded = json.load(handle)

@@ -5,20 +5,23 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.runner.oracle import ORACLE, OracleDrafter, load_continuations
 from tests.drafters import ask
 from tests.reference import trees
 from vllm_specrollout import drafters
-from vllm_specrollout.config import SpecRolloutConfig
-from vllm_specrollout.config.drafters import OracleConfig
-from vllm_specrollout.drafters.oracle import OracleDrafter, load_continuations
+from vllm_specrollout.config import parse
+from vllm_specrollout.drafters.base import Place
 from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.history.vocabulary import ANY_TOKEN, Vocabulary
 from vllm_specrollout.trees import build
 from vllm_specrollout.types import ROOT, DraftMode, DraftTree, RequestView
 
@@ -28,6 +31,13 @@ PROMPT = [9, 9, 9]
 def make_view(answer: list[int], key: str = "p", room: int = 1000, shape: DraftMode = DraftMode.TREE) -> RequestView:
     token_ids = np.asarray(PROMPT + answer, dtype=np.int32)
     return RequestView("request", token_ids, len(PROMPT), room, shape, problem_id=key)
+
+
+def oracle(answers: dict[str, list[int]], *, source: int = 0, **options: Any) -> OracleDrafter:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "answers.json"
+        path.write_text(json.dumps(answers), encoding="utf-8")
+        return OracleDrafter(Place(source, 64, ANY_TOKEN), path=str(path), **options)
 
 
 def draft(drafter: OracleDrafter, view: RequestView, max_nodes: int, max_depth: int, is_chain=False) -> DraftTree:
@@ -52,7 +62,7 @@ ANSWERS = st.lists(st.integers(0, 20), min_size=1, max_size=40)
 
 @given(ACCURACIES, ANSWERS, st.integers(0, 45), st.integers(0, 30), st.integers(0, 10), st.booleans())
 def test_a_draft_is_a_sound_tree_within_its_bounds(accuracy, answer, done, max_nodes, max_depth, is_chain) -> None:
-    drafter = OracleDrafter(OracleConfig(accuracy=accuracy), {"p": answer}, source=2)
+    drafter = oracle({"p": answer}, accuracy=accuracy, source=2)
     tree = draft(drafter, make_view(answer[:done]), max_nodes, max_depth, is_chain)
     trees.check(tree)
     assert trees.is_ordered(tree)
@@ -65,7 +75,7 @@ def test_a_draft_is_a_sound_tree_within_its_bounds(accuracy, answer, done, max_n
 
 @given(ANSWERS, st.integers(0, 39), st.integers(1, 30), st.integers(1, 30))
 def test_full_accuracy_drafts_exactly_the_recorded_continuation(answer, done, max_nodes, max_depth) -> None:
-    drafter = OracleDrafter(OracleConfig(accuracy=(1.0,)), {"p": answer})
+    drafter = oracle({"p": answer}, accuracy=(1.0,))
     tree = draft(drafter, make_view(answer[:done]), max_nodes, max_depth)
     assert tree.token_ids.tolist() == answer[done:][: min(max_nodes, max_depth)]
     assert tree.parents.tolist() == list(range(-1, tree.size - 1))
@@ -74,7 +84,7 @@ def test_full_accuracy_drafts_exactly_the_recorded_continuation(answer, done, ma
 
 @given(ANSWERS, st.integers(1, 30))
 def test_zero_accuracy_drafts_nothing_that_is_accepted(answer, max_nodes) -> None:
-    drafter = OracleDrafter(OracleConfig(accuracy=(0.0,)), {"p": answer})
+    drafter = oracle({"p": answer}, accuracy=(0.0,))
     tree = draft(drafter, make_view([]), max_nodes, 30)
     assert tree.size == min(max_nodes, len(answer), 30)
     assert accepted(tree, answer) == 0
@@ -82,7 +92,7 @@ def test_zero_accuracy_drafts_nothing_that_is_accepted(answer, max_nodes) -> Non
 
 def test_each_rank_holds_the_true_token_as_often_as_its_accuracy_says() -> None:
     answer = np.random.default_rng(0).integers(0, 500, size=20_000).tolist()
-    drafter = OracleDrafter(OracleConfig(accuracy=(0.5, 0.3, 0.1)), {"p": answer})
+    drafter = oracle({"p": answer}, accuracy=(0.5, 0.3, 0.1))
     hits = np.zeros(3)
     num_steps = 3000
     for done in range(num_steps):
@@ -94,7 +104,7 @@ def test_each_rank_holds_the_true_token_as_often_as_its_accuracy_says() -> None:
 
 def test_the_accepted_tokens_are_as_many_as_the_drafts_probabilities_promise() -> None:
     answer = np.random.default_rng(1).integers(0, 500, size=3000).tolist()
-    drafter = OracleDrafter(OracleConfig(accuracy=(0.6, 0.2)), {"p": answer})
+    drafter = oracle({"p": answer}, accuracy=(0.6, 0.2))
     found, promised = [], []
     for done in range(0, 2500):
         tree = draft(drafter, make_view(answer[:done]), 12, 8)
@@ -106,7 +116,7 @@ def test_the_accepted_tokens_are_as_many_as_the_drafts_probabilities_promise() -
 @pytest.mark.parametrize("max_depth", [1, 2, 4])
 def test_the_form_is_the_best_tree_there_is(max_depth: int) -> None:
     accuracy = (0.2, 0.5)
-    tree = draft(OracleDrafter(OracleConfig(accuracy=accuracy), {"p": list(range(30))}), make_view([]), 6, max_depth)
+    tree = draft(oracle({"p": list(range(30))}, accuracy=accuracy), make_view([]), 6, max_depth)
     paths = [path for depth in range(1, max_depth + 1) for path in itertools.product(accuracy, repeat=depth)]
     best = sorted((float(np.prod(path)) for path in paths), reverse=True)[:6]
     assert np.exp(build.cumulative_log_q(tree)) == pytest.approx(best)
@@ -117,7 +127,7 @@ def test_drafts_are_the_same_on_every_rank_and_differ_between_seeds_and_requests
     recorded = {"p": answer, "q": answer}
 
     def tokens(seed: int, key: str) -> list[int]:
-        drafter = OracleDrafter(OracleConfig(accuracy=(0.5,), seed=seed), recorded)
+        drafter = oracle(recorded, accuracy=(0.5,), seed=seed)
         return draft(drafter, make_view([], key), 60, 60).token_ids.tolist()
 
     assert tokens(1, "p") == tokens(1, "p")
@@ -125,23 +135,23 @@ def test_drafts_are_the_same_on_every_rank_and_differ_between_seeds_and_requests
 
 
 def test_a_draft_never_outgrows_the_tokens_the_request_may_still_make() -> None:
-    drafter = OracleDrafter(OracleConfig(), {"p": list(range(20))})
+    drafter = oracle({"p": list(range(20))})
     assert [draft(drafter, make_view([], room=room), 9, 9).size for room in (0, 1, 2, 5, 50)] == [0, 0, 1, 4, 9]
 
 
 def test_the_view_alone_can_forbid_branches_or_drafts() -> None:
-    drafter = OracleDrafter(OracleConfig(accuracy=(0.4, 0.3)), {"p": list(range(20))})
+    drafter = oracle({"p": list(range(20))}, accuracy=(0.4, 0.3))
     assert trees.num_paths(draft(drafter, make_view([], shape=DraftMode.CHAIN), 9, 9).parents) == 1
     assert draft(drafter, make_view([], shape=DraftMode.OFF), 9, 9).size == 0
 
 
 def test_a_request_without_problem_id_is_found_by_its_own_id() -> None:
-    drafter = OracleDrafter(OracleConfig(), {"request": [4, 5]})
+    drafter = oracle({"request": [4, 5]})
     assert draft(drafter, make_view([], key=""), 8, 8).token_ids.tolist() == [4, 5]
 
 
 def test_a_request_that_was_not_recorded_goes_without_drafts_and_is_reported_once(caplog) -> None:
-    drafter = OracleDrafter(OracleConfig(), {"p": [1]})
+    drafter = oracle({"p": [1]})
     with caplog.at_level(logging.WARNING, logger="vllm.specrollout"):
         assert [draft(drafter, make_view([], key="unknown"), 8, 8).size for _ in range(3)] == [0, 0, 0]
     assert len(caplog.records) == 1 and "unknown" in caplog.text
@@ -166,7 +176,7 @@ def test_an_unusable_recording_is_a_config_error_that_names_it(tmp_path: Path, c
     if content is not None:
         path.write_text(content)
     with pytest.raises(ConfigError, match=reason) as caught:
-        load_continuations(str(path))
+        load_continuations(str(path), ANY_TOKEN)
     assert "recorded.json" in caught.value.cause
     assert caught.value.hint
 
@@ -174,7 +184,34 @@ def test_an_unusable_recording_is_a_config_error_that_names_it(tmp_path: Path, c
 def test_the_engine_gets_the_oracle_it_configured(tmp_path: Path) -> None:
     path = tmp_path / "recorded.json"
     path.write_text(json.dumps({"p": [1, 2]}))
-    config = SpecRolloutConfig(drafters=("oracle",), oracle=OracleConfig(path=str(path)))
+    config = parse({"drafters": [{"name": ORACLE, "path": str(path)}]})
+    assert config is not None
     (drafter,) = drafters.build(config)
-    assert drafter.name == "oracle"
+    assert drafter.name == ORACLE
     assert draft(drafter, make_view([]), 8, 8).token_ids.tolist() == [1, 2]
+
+
+def test_recorded_answers_of_another_model_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "answers.json"
+    path.write_text('{"a": [1, 2], "b": [3, 512]}')
+    config = parse({"drafters": [{"name": ORACLE, "path": str(path)}]})
+    assert config is not None and drafters.build(config, Vocabulary("large", 513))
+    with pytest.raises(ConfigError, match="'b' holds token 512, the model has 512"):
+        drafters.build(config, Vocabulary("small", 512))
+
+
+def test_from_a_position_on_it_may_be_right_as_often_as_was_said_for_there(tmp_path: Path) -> None:
+    path, answer = tmp_path / "answers.json", list(range(30))
+    path.write_text(json.dumps({"p": answer}))
+    drafter = oracle({"p": [7]})
+    drafter.replay(str(path), (1.0,), position=10)
+    found = [accepted(draft(drafter, make_view(answer[:done]), 4, 4), answer[done:]) for done in range(20)]
+    assert found == [4] * 10 + [0] * 10
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "reason"), [((), "has 0 ranks"), ((0.1,) * 65, "has 65 ranks"), ((0.7, 0.7), "sums to 1.4, above 1")]
+)
+def test_an_accuracy_that_cannot_be_is_refused(accuracy: tuple[float, ...], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        oracle({"p": [1]}, accuracy=accuracy)
