@@ -21,6 +21,8 @@ from safetensors.torch import load_file, save_file
 
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 
+UNTRAINED = "untrained"
+"""File in the folder of a head that an engine only begins with: it drafts nothing until it has got a trained one."""
 _FILE = "model.safetensors"
 _OWN_LAYERS = {"eagle3": ("llama", "qwen3"), "eagle": ("llama",)}
 """Targets whose own kind of layer a head takes over; for all others it takes Llama's. vLLM's EAGLE heads always do."""

@@ -25,11 +25,10 @@ from .answers import KeptAnswer, digest_of
 from .heads import Source, layers_of, load_eagle, load_head, new_eagle, new_head, save_eagle, save_head, target_ends
 from .learner import NEW_RATE, TRAINED_RATE, HeadJudgement, Learner, LearnerConfig
 from .rows import Rows
+from .spot import WORTH
 
 STATE, METRICS = "training.pt", "training.jsonl"
 METHODS = ("eagle3", "eagle")
-WORTH = 1.8 / 6
-"""Accepted tokens per level from which on a head is worth its passes."""
 _FORMAT = 3  # of the state
 _MAY_CHANGE = ("threads", "judge_rows", "memory_gib")  # when a run goes on
 Prefill = Callable[[Path, tuple[int, ...], Sequence[KeptAnswer]], Iterator[Rows]]
@@ -118,7 +117,7 @@ class HeadRun:
         self._waiting = answers.unread()
         if not self._waiting:
             raise UnsupportedError("the file holds no answer", "write a line for each answer first")
-        layers, hidden_size = _shape_of(target, start)
+        layers, hidden_size = shape_of(target, start)
         self.source = Source(str(target), layers if config.method == "eagle3" else (), hidden_size)
         self.learner = Learner(self._head(start, own.num_levels), target_ends(target)[1], own)
         self._best: dict[str, torch.Tensor] = {}
@@ -213,15 +212,11 @@ class HeadRun:
         self._judged_by = judges
         if self._kept is None or found.accepted > self._kept.accepted:
             self._kept, self._best = found, copy.deepcopy(learner.head.state_dict())
-            (save_eagle if self.config.method == "eagle" else save_head)(learner.head, self.out, self._saved_dtype())
+            (save_eagle if self.config.method == "eagle" else save_head)(
+                learner.head, self.out, saved_dtype(learner.head)
+            )
         self._save_state(found, loss)
         return found
-
-    def _saved_dtype(self) -> torch.dtype:
-        """That of the target's checkpoint."""
-        config = getattr(self.learner.head.config, "transformer_layer_config", self.learner.head.config)
-        dtype = getattr(config, "dtype", None) or torch.bfloat16
-        return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
     # --- state -------------------------------------------------------------------------------------------------------
 
@@ -254,7 +249,14 @@ class HeadRun:
             metrics.write(json.dumps(line) + "\n")
 
 
-def _shape_of(target: Path, start: Path | None) -> tuple[tuple[int, ...], int]:
+def saved_dtype(head: Any) -> torch.dtype:
+    """That of its target's checkpoint."""
+    config = getattr(head.config, "transformer_layer_config", head.config)
+    dtype = getattr(config, "dtype", None) or torch.bfloat16
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+
+def shape_of(target: Path, start: Path | None) -> tuple[tuple[int, ...], int]:
     """Layers whose hidden states a head takes, and how many values each has."""
     from transformers import AutoConfig
 

@@ -31,6 +31,7 @@ from vllm_specrollout.worker.models.proposing import (
     WaitingRows,
     first_rows,
     have_prompts,
+    is_untrained,
     rows_that_hold,
 )
 
@@ -119,6 +120,7 @@ def join(runner: Any, proposer: Proposer, noise: Chooses) -> ModelDrafter:
     """The drafter around the proposer that vLLM has loaded for this runner; it drafts from now on."""
     source = len(config_of(runner.vllm_config).drafters)
     drafter = ModelDrafter(proposer, noise, source, Ranks(runner, runner.drafting))
+    drafter.is_resting = is_untrained(proposer.of_vllm)
     runner.spec_rollout.replace_drafters([*runner.spec_rollout.drafters, drafter])
     runner.metrics.bounded(drafter.name, drafter.most_tokens)
     return drafter
@@ -306,6 +308,7 @@ class ModelDrafter(BaseDrafter):
     def begin_anew(self) -> None:
         """Its weights are others: what was learned of the old ones is forgotten."""
         self.version += 1
+        self.is_resting = False
         self.sharpness, self.second_sharpness, self.acceptance = Sharpness(), Sharpness(), Acceptance()
         self._unsound, self._unmet, self._was_met = 0, 0, False
         self._trial.clear()

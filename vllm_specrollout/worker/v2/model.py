@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm_specrollout.drafters.levels import CHOICES
 from vllm_specrollout.drafters.looked_up import LateDrafts
 from vllm_specrollout.types import TreeBatch, VerifyResult
-from vllm_specrollout.worker.models.proposing import most_tokens, without_adapters
+from vllm_specrollout.worker.models.proposing import is_untrained, most_tokens, without_adapters
 
 TRIED_EVERY = 8
 """Requests of which one is drawn as sharp as the best choice so far is not."""
@@ -49,6 +49,7 @@ class DeviceModel(LateDrafts):
         self.most_tokens = most_tokens(of_vllm, levels)
         self.version = 0
         """How often its weights were swapped."""
+        self.is_resting = is_untrained(of_vllm)
         self._arms: dict[str, int] = {}
         self._count = 0
         # [2, choices] nodes accepted, and nodes whose parents were
@@ -114,4 +115,5 @@ class DeviceModel(LateDrafts):
     def begin_anew(self) -> None:
         """Its weights are others: what was learned of the old ones is forgotten."""
         self.version += 1
+        self.is_resting = False
         self._seen[:] = 0.0
