@@ -128,10 +128,14 @@ METRICS = (
     Metric("self_checks", "counter", "Parts of the engine's check of itself at its start.", ("part", "result")),
     Metric("withheld_checked", "counter", "Tokens of withheld verdicts that were compared with plain decoding."),
     Metric("withheld_differing", "counter", "Tokens of withheld verdicts that plain decoding did not find again."),
-    Metric("head_number", "gauge", "Number of the head that drafts; 0: the one that the engine began with."),
-    Metric("head_parent", "gauge", "Number of the head that it was trained from."),
-    Metric("head_returns", "gauge", "Times that the engine went back to the head before."),
-    Metric("head_match_rate", "gauge", "Its match rate, at its publication and now.", ("when",), (), THOUSANDTHS),
+    Metric(
+        "head_match_rate",
+        "gauge",
+        "Match rate of a head that learns: when it began to draft, and now.",
+        ("when",),
+        (),
+        THOUSANDTHS,
+    ),
     Metric("trainer_state", "gauge", "1: what the trainer of the head does.", ("state",)),
     Metric("trainer_rows", "gauge", "Rows that the trainer has learned from."),
     Metric("trainer_seconds", "gauge", "Seconds that it has trained."),
@@ -146,6 +150,7 @@ _BY_SOURCE = ("drafted_nodes", "verified_nodes", "accepted_nodes", "version_veri
 LEAST_NODES = 4096
 """Verified under the same weights: of fewer nothing is said, though none was accepted."""
 ALL = "all"
+_OF_TRAINER = ("head_match_rate/", "trainer_")
 _SUMS = ("windows", "window_tokens", "expected_tokens", "gained_tokens")
 
 
@@ -243,7 +248,7 @@ class Metrics(Listener):
         # [SOURCES] nodes whose parents were accepted, since the engine began
         self._reached = np.zeros(SOURCES)
         self.trainer: dict[str, int] = {}
-        """Gauges of the trainer of the head, as it told them last."""
+        """What the trainer of the head told last."""
         self._version = 0
         # under these weights: [SOURCES + 1] nodes that were verified, and those accepted, by source and of all; and
         # names of those of whom none was, though they had enough
@@ -366,10 +371,10 @@ class Metrics(Listener):
         own = [i for i, name in enumerate(self._sources) if name in sources]
         return round(self._reached[own].sum()), self.nodes_of(sources)[1]
 
-    def told(self, gauges: Mapping[str, int]) -> None:
-        """What the trainer of a head does."""
-        self.trainer = dict(gauges)
-        self._counts.update(gauges)
+    def told(self, trainer: Mapping[str, int]) -> None:
+        """What the trainer of a head does; of what it tells, gauges are shown."""
+        self.trainer = dict(trainer)
+        self._counts.update((name, one) for name, one in trainer.items() if name.startswith(_OF_TRAINER))
 
     def take_if_due(self) -> dict[str, int]:
         """`take`, behind a step with drafts and behind every 16th of those without: telling takes as long as a

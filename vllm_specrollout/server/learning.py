@@ -11,6 +11,7 @@ import asyncio
 import fcntl
 import functools
 import hashlib
+import importlib.util
 import logging
 import os
 import shutil
@@ -40,6 +41,7 @@ _TRAINED_LEVELS = 6
 _TURN_TOKENS = 1 << 16
 _KEPT = 3  # heads that were published
 _BEAT_S, _SELDOM_S = 0.2, 2.0
+_PATIENCE = 5  # beats without anything to do
 
 
 class Learning:
@@ -73,7 +75,7 @@ class Learning:
 
     def beat(self, is_busy: bool) -> Conversation[bool]:
         """Hear, decide, do; returns whether the engine shall compute answers now."""
-        found = [one for workers in (yield Call("spec_rollout_head", (self.gauges(),))) for one in workers if one]
+        found = [one for workers in (yield Call("spec_rollout_head", (self.as_dict(),))) for one in workers if one]
         if not found:
             return False
         self._hear(found[0], is_busy)
@@ -116,6 +118,16 @@ class Learning:
     def is_learning(self) -> bool:
         return self._heard().trainer.is_learning or self._spot.needs_learning(self._engine)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether nothing goes on until further answers come; rows may still be on their way."""
+        own, engine = self._trainer, self._engine
+        if own is None or own.error:
+            return not self.is_learning or not self._leads()
+        is_publishing = own.wish.publish > max(own.said.published, own.said.failed)
+        is_out = own.said.wants_rows and not own.said.has_more and not engine.has_answers
+        return not is_publishing and (is_out or not self.is_learning)
+
     def close(self) -> None:
         if self._trainer is not None:
             self._trainer.stop()
@@ -131,7 +143,7 @@ class Learning:
         if trainer is not None and (said := trainer.hear()).ended > self._ended:
             self._ended = said.ended
             self._rates.begin_anew()
-        trains = trainer is not None and not trainer.wish.is_halted and not self._config.train.devices
+        trains = self._trains and not self._config.train.devices
         is_busy = is_busy or head["is_asleep"]
         now = doing.BUSY if is_busy else doing.DRAFTING if head["is_lent"] else doing.TRAINING if trains else doing.IDLE
         if is_busy:
@@ -148,6 +160,11 @@ class Learning:
             self._returns, self.number = head["went_back"], self.parent
             self._rates.begin_anew()
 
+    @property
+    def _trains(self) -> bool:
+        own = self._trainer
+        return own is not None and not own.wish.is_halted and own.wish.learning > own.said.ended
+
     def _is(self, doing: Any) -> None:
         if doing is not self._engine.doing:
             self._engine = replace(self._engine, doing=doing, since=self.clock())
@@ -162,7 +179,7 @@ class Learning:
             said, wish = own.said, own.wish
             trainer = spot.HeardTrainer(
                 is_learning=wish.learning > said.ended,
-                is_halted=wish.is_halted,
+                is_halted=not self._trains,
                 wants_rows=said.wants_rows,
                 step_s=said.step_s,
                 own=said.own,
@@ -244,17 +261,15 @@ class Learning:
                 if old and old not in (self.number, self.parent):
                     shutil.rmtree(self.folder / str(old), ignore_errors=True)
 
-    def gauges(self) -> dict[str, int]:
-        """What is shown of head and trainer, by names of `observe.metrics`."""
+    def as_dict(self) -> dict[str, int]:
+        """What is shown of head and trainer; all but numbers of heads by names of `observe.metrics`."""
         said = None if self._trainer is None else self._trainer.said
-        is_learning = self._heard().trainer.is_learning
-        state = (
-            "resting" if said is None or not is_learning else "halted" if self._trainer.wish.is_halted else "training"
-        )
+        is_learning = self._trainer is not None and self._heard().trainer.is_learning
+        state = "training" if self._trains else "halted" if is_learning else "resting"
         return {
-            "head_number": self.number,
-            "head_parent": self.parent,
-            "head_returns": self._returns,
+            "number": self.number,
+            "parent": self.parent,
+            "went_back": self._returns,
             "head_match_rate/at publication": round(self._rates.then.share * 1000),
             "head_match_rate/now": round(self._rates.now.share * 1000),
             **{f"trainer_state/{name}": int(name == state) for name in ("resting", "halted", "training")},
@@ -277,7 +292,9 @@ def attend(original: Callable[[Any], None]) -> Callable[[Any], None]:
             if self.spec_rollout_learning is not None:
                 self.spec_rollout_learning.arrived()
             return
-        self.spec_rollout_learning = learning = _learning_of(self)
+        # of several front ends, the first one attends
+        is_first = getattr(self.engine_core, "client_index", 0) == 0
+        self.spec_rollout_learning = learning = _learning_of(self) if is_first else None
         if learning is not None:
             self.spec_rollout_attending = asyncio.get_running_loop().create_task(_attend(weakref.ref(self), learning))
 
@@ -314,7 +331,8 @@ def learn(llm: Any, seconds: float = 60.0) -> dict[str, int]:
         seconds: the most that it may take.
 
     Returns:
-        What head and trainer do, as in the metrics `head_*` and `trainer_*`.
+        "number" of the head that drafts, and of its "parent"; times that it "went_back"; and what the metrics
+        `head_match_rate` and `trainer_*` say.
 
     Raises:
         ConfigError, UnsupportedError: it is no such engine, or its answers cannot be computed once more.
@@ -326,17 +344,15 @@ def learn(llm: Any, seconds: float = 60.0) -> dict[str, int]:
     if not hasattr(llm, "spec_rollout_learning"):
         llm.spec_rollout_learning = learning
         weakref.finalize(llm, learning.close)
-    until = learning.clock() + seconds
-    while True:
+    until, waited = learning.clock() + seconds, 0
+    while waited < _PATIENCE and learning.clock() < until:
         if ask(llm, learning.beat(False), check_has_model):
             begin = learning.clock()
             learning.turned(prefill(llm, learning.address, _TURN_TOKENS), learning.clock() - begin)
-        elif not learning.is_learning or learning.clock() >= until:
-            break
-        else:
-            time.sleep(_BEAT_S)
+        waited = waited + 1 if learning.is_waiting else 0
+        time.sleep(_BEAT_S)
     learning.arrived()
-    return learning.gauges()
+    return learning.as_dict()
 
 
 def _learning_of(engine: Any) -> Learning | None:
@@ -357,6 +373,9 @@ def prepared(config: SpecRolloutConfig, target: str) -> SpecRolloutConfig:
     """
     if config.train.mode != "auto":
         return config
+    if importlib.util.find_spec("speculators") is None:
+        cause = "`train` is `auto`, and its trainer needs `speculators`, which is not installed"
+        raise UnsupportedError(cause, 'run `pip install "vllm-specrollout[train]"`, or leave `train` out')
     given = config.speculative_config
     if given is not None and given.get("method") not in ("eagle", "eagle3"):
         cause = f"`train` is `auto`, and the model that drafts has method {given.get('method')!r}"

@@ -44,6 +44,8 @@ class Said(msgspec.Struct, frozen=True, array_like=True):
     published: int = 0
     failed: int = 0
     wants_rows: bool = False
+    # something is left to learn from
+    has_more: bool = False
     rows: int = 0
     steps: int = 0
     # of work, and of the last step

@@ -102,7 +102,7 @@ class Trainer:
     def _say(self, *, is_urgent: bool = False, **changed: Any) -> None:
         windows = self.learner.windows
         has_room = windows.num_bytes < self._duty.memory_gib * (1 << 30)
-        changed |= {"rows": self.learner.rows, "steps": self.learner.steps}
+        changed |= {"rows": self.learner.rows, "steps": self.learner.steps, "has_more": windows.has_more()}
         self.said = msgspec.structs.replace(self.said, wants_rows=self.source is not None and has_room, **changed)
         if is_urgent or time.monotonic() - self._told_at > _TELL_S:
             self._told_at = time.monotonic()

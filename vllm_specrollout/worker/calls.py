@@ -69,7 +69,7 @@ class DrafterMixin(_Base):
         """How the head does that drafts here; ranks that do not draft, and engines without a head, say nothing.
 
         Args:
-            told: what its trainer does, by names of gauges; it is shown with this engine's metrics.
+            told: what its trainer does; it is shown with this engine's metrics.
         """
         runner, warm = self.model_runner, self._warm
         if not is_first_rank() or runner.model_drafter is None:

@@ -1,4 +1,4 @@
-"""When idle engines prefill, when a trainer trains, halts, publishes and goes back: alone, and over a group's rollout."""
+"""When idle engines prefill, when a trainer trains, halts, publishes and goes back; over a group's rollout too."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def test_learning_begins_when_the_match_rate_has_fallen(now: MatchRate, learns: 
 
 
 def test_what_chance_does_begins_no_learning() -> None:
-    seldom = replace(STILL, rate_then=MatchRate(10_000, 3_000))
+    seldom = replace(STILL, rate_then=MatchRate(100_000, 30_000))
     assert said(replace(seldom, rate_now=MatchRate(4_500, 1_290))) == []
-    assert said(replace(seldom, rate_now=MatchRate(45_000, 12_900))) == [Train()]
+    assert said(replace(seldom, rate_now=MatchRate(450_000, 129_000))) == [Train()]
 
 
 def test_without_a_head_learning_begins_at_once() -> None:
