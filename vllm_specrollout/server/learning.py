@@ -294,7 +294,11 @@ def attend(original: Callable[[Any], None]) -> Callable[[Any], None]:
             return
         # of several front ends, the first one attends
         is_first = getattr(self.engine_core, "client_index", 0) == 0
-        self.spec_rollout_learning = learning = _learning_of(self) if is_first else None
+        self.spec_rollout_learning = learning = None
+        try:
+            self.spec_rollout_learning = learning = _learning_of(self) if is_first else None
+        except OSError as error:
+            logger.warning("Spec rollout: the head does not learn: %s", error)
         if learning is not None:
             self.spec_rollout_attending = asyncio.get_running_loop().create_task(_attend(weakref.ref(self), learning))
 

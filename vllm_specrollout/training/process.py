@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,8 @@ class Trainer:
         """Nothing more is to be learned by now: the best head is kept, with the optimiser's state."""
         self._set(self._best or self._serving)
         self._in_vain = 0
+        # a higher rate makes a head that was trained worse at first
+        self.learner.config = replace(self.learner.config, rate=TRAINED_RATE)
         self._say(is_urgent=True, ended=self.wish.learning)
 
     # --- heads and state ---------------------------------------------------------------------------------------------
