@@ -166,7 +166,7 @@ def marked(ours: Engine, trainer: Trainer) -> list[str]:
     """Have the engine begin a turn without waiting for it."""
     (found,) = ours.llm.collective_rpc("spec_rollout_answers", args=(trainer.address, ALL))
     names = []
-    for number, (prompt, params) in enumerate(asking._requests(found)):
+    for number, (prompt, params) in enumerate(asking.requests_of(found)):
         names.append(f"rows-{number}")
         ours.llm.llm_engine.add_request(names[-1], prompt, params)
     return names

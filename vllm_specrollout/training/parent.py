@@ -46,6 +46,8 @@ class Said(msgspec.Struct, frozen=True, array_like=True):
     wants_rows: bool = False
     # something is left to learn from
     has_more: bool = False
+    # answers that have come
+    answers: int = 0
     rows: int = 0
     steps: int = 0
     # of work, and of the last step
@@ -54,6 +56,8 @@ class Said(msgspec.Struct, frozen=True, array_like=True):
     # accepted tokens per draft, as `spot.HeardTrainer`
     own: float = 0.0
     serving: float = 0.0
+    # rows that they were judged by
+    judged: int = 0
     halts: int = 0
     # what went wrong last
     error: str = ""
@@ -70,6 +74,8 @@ class Duty(msgspec.Struct, frozen=True, kw_only=True):
     is_new: bool = False
     method: str = "eagle3"
     num_levels: int = 6
+    # further fields of `LearnerConfig`
+    learner: dict[str, Any] = {}
     # ipc addresses: of its parent, and of rows
     control: str = ""
     rows: str = ""

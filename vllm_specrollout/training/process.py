@@ -12,6 +12,7 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,11 +27,22 @@ from vllm_specrollout.config.places import make_folder
 from vllm_specrollout.errors import SpecRolloutError
 
 from .answers import digest_of
-from .heads import UNTRAINED, Source, load_eagle, load_head, new_head, save_eagle, save_head, target_ends
+from .heads import (
+    UNTRAINED,
+    Source,
+    load_eagle,
+    load_head,
+    new_eagle,
+    new_head,
+    save_eagle,
+    save_head,
+    saved_dtype,
+    shape_of,
+    target_ends,
+)
 from .learner import NEW_RATE, TRAINED_RATE, HeadJudgement, Learner, LearnerConfig
 from .parent import Duty, Said, Wish
 from .rows import RowSource
-from .run import saved_dtype, shape_of
 from .spot import IDLE_JUDGEMENTS
 
 STATE = "training.pt"
@@ -59,7 +71,8 @@ class Trainer:
         layers, width = shape_of(target, start)
         source = Source(duty.target, layers if duty.method == "eagle3" else (), width)
         head = load_head(start, source) if duty.method == "eagle3" else load_eagle(start, target, source)
-        config = LearnerConfig(rate=NEW_RATE if duty.is_new else TRAINED_RATE, num_levels=duty.num_levels)
+        rate = NEW_RATE if duty.is_new else TRAINED_RATE
+        config = LearnerConfig(**{"rate": rate, "num_levels": duty.num_levels, **duty.learner})
         self.learner = Learner(head, target_ends(target)[1], config)
         self.source: RowSource | None = None
         # the head that serves, the one before it, and the best one since, with what they are worth
@@ -103,7 +116,11 @@ class Trainer:
     def _say(self, *, is_urgent: bool = False, **changed: Any) -> None:
         windows = self.learner.windows
         has_room = windows.num_bytes < self._duty.memory_gib * (1 << 30)
-        changed |= {"rows": self.learner.rows, "steps": self.learner.steps, "has_more": windows.has_more()}
+        changed |= {
+            "rows": self.learner.rows,
+            "steps": self.learner.steps,
+            "has_more": windows.has_more() or self._is_due,
+        }
         self.said = msgspec.structs.replace(self.said, wants_rows=self.source is not None and has_room, **changed)
         if is_urgent or time.monotonic() - self._told_at > _TELL_S:
             self._told_at = time.monotonic()
@@ -123,6 +140,7 @@ class Trainer:
             if self.source.ends is not None:
                 self.learner.retarget(*self.source.ends)
                 self.source.ends = None
+            self._say(answers=self.said.answers + 1)
             if torch.isfinite(rows.hidden).all():
                 self.learner.add(rows)
 
@@ -131,15 +149,20 @@ class Trainer:
     def _learn(self) -> None:
         learner, begin = self.learner, time.perf_counter()
         loss = learner.step()
-        since = learner.rows - self._judged_at
         if loss is None:
             learner.windows.drop_done()
         elif math.isfinite(loss):
             self._say(step_s=time.perf_counter() - begin)
         else:
             self._say(error=f"the loss of step {learner.steps + 1} is no number; the step was left out")
-        if since >= self._duty.judge_rows or (loss is None and since >= self._duty.judge_rows // 4):
+        if learner.rows - self._judged_at >= self._duty.judge_rows or (loss is None and self._is_due):
             self._judge()
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether a judgement says something new, though there is nothing left to learn from."""
+        held_out, since = self.learner.windows.held_out(), self.learner.rows - self._judged_at
+        return bool(held_out) and (not self.said.judged or since >= self._duty.judge_rows // 16)
 
     def _judge(self) -> None:
         """Compare the head with the one that serves, on the answers held out by now."""
@@ -159,14 +182,15 @@ class Trainer:
                 self._worth[name] = found
         if own is None:
             return  # halted: judged once it goes on
+        since = self.learner.rows - self._judged_at
         self._judged_by, self._judged_at = judges, self.learner.rows
         best = max((one.accepted for one in self._worth.values()), default=0.0)
         if own.accepted > best:
             self._best, self._worth["best"], self._in_vain = self._copy(), own, 0
-        elif own.rows:
+        elif own.rows and since >= self._duty.judge_rows // 4:
             self._in_vain += 1
         worth = {name: one.accepted for name, one in self._worth.items()}
-        self._say(is_urgent=True, own=worth.get("best", 0.0), serving=worth.get("serving", 0.0))
+        self._say(is_urgent=True, own=worth.get("best", 0.0), serving=worth.get("serving", 0.0), judged=own.rows)
         self._save_state()
         if self._in_vain >= IDLE_JUDGEMENTS:
             self._end()
@@ -189,7 +213,7 @@ class Trainer:
         made, now = self._dir / f".{number}.new", self._copy()
         save = save_head if self._duty.method == "eagle3" else save_eagle
         try:
-            self._set(self._best or now)
+            self._set(self._best or self._serving)
             save(self.learner.head, made, saved_dtype(self.learner.head))
             made.replace(self._dir / str(number))
         except OSError as error:
@@ -198,7 +222,7 @@ class Trainer:
             return
         finally:
             self._set(now)
-        self._before, self._serving, self._best = self._serving, self._best or now, {}
+        self._before, self._serving, self._best = self._serving, self._best or self._serving, {}
         if (worth := self._worth.pop("best", None)) is not None:
             self._worth["serving"] = worth
         self._say(is_urgent=True, published=number, own=0.0)
@@ -263,13 +287,25 @@ def _cloned(value: Any) -> Any:
     return [_cloned(one) for one in value] if isinstance(value, list) else value
 
 
-def make_head(target: Path, folder: Path) -> None:
-    """An untrained one, for an engine to begin with."""
+def make_head(
+    target: Path,
+    folder: Path,
+    method: str = "eagle3",
+    num_levels: int = 6,
+    draft_vocab: Sequence[int] | None = None,
+    seed: int = 0,
+) -> None:
+    """An untrained one, for an engine to begin with. Arguments and errors as of `new_head`."""
     layers, width = shape_of(target, None)
+    torch.manual_seed(seed)
     made = folder.with_name(f".{folder.name}.{os.getpid()}")
     make_folder(folder.parent)
-    head = new_head(target, Source(str(target), layers, width), LearnerConfig(rate=NEW_RATE).num_levels)
-    save_head(head, made, saved_dtype(head))
+    if method == "eagle":
+        head = new_eagle(target, Source(str(target), (), width))
+        save_eagle(head, made, saved_dtype(head))
+    else:
+        head = new_head(target, Source(str(target), layers, width), num_levels, draft_vocab)
+        save_head(head, made, saved_dtype(head))
     (made / UNTRAINED).touch()
     with suppress(OSError):  # another engine was faster
         made.replace(folder)
