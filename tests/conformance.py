@@ -13,9 +13,7 @@ from tests.e2e.identity import fuzz
 from tests.unit import test_speculator
 from tests.unit.observe import test_contained
 from vllm_specrollout.budgets.base import Budget
-from vllm_specrollout.cluster.profiles import Elsewhere
 from vllm_specrollout.drafters.base import Drafter
-from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.metrics import Metrics
 from vllm_specrollout.observe.timeline import TimelineListener
@@ -37,4 +35,3 @@ BUDGETS: list[type[Budget]] = [
     test_v1_small.Forgets,
 ]
 LISTENERS: list[type[Listener]] = [Metrics, Recorder, SwitchCounter, TimelineListener]
-ELSEWHERE: list[type[Elsewhere]] = [DecoupledDrafter]

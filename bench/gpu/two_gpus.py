@@ -19,7 +19,6 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,8 @@ BATCHES, PASSES, PROMPT = (1, 4, 16, 32), 60, 256
 
 def passes(model: str, engine_args: dict[str, Any], takes_up: bool) -> list[dict[str, float]]:
     """Milliseconds of a pass, by how many of its requests are new."""
-    from vllm_specrollout.cluster.line import Ask, Sampling
+    from vllm_specrollout.cluster.line import Ask
+    from vllm_specrollout.cluster.messages import Sampling
     from vllm_specrollout.worker.drafter_engine import DrafterEngine
 
     engine = DrafterEngine(model, engine_args, takes_up=takes_up)
@@ -128,7 +128,7 @@ def main() -> None:
         print(json.dumps(beside(model, given.draft or model, device, {**args, **share}, 64 if given.dry else 512)))
         return
     found = {}
-    drafter = replace(Command.of(model, [device], args), ready="")
+    drafter = Command.of(model, [device], args)
     for part, environment in (("passes", drafter.environment), ("beside", dict(os.environ))):
         more = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if given.dry or part == "passes" else {}
         done = subprocess.run(

@@ -21,7 +21,7 @@ from typing import Any
 from bench.runner.report import Found, as_json
 from vllm_specrollout.cluster.batch import Answer, GroupError, RequestChecker
 from vllm_specrollout.cluster.driver import BEAT_S, Driver
-from vllm_specrollout.cluster.ladder import LADDERS, Rules
+from vllm_specrollout.cluster.ladder import LADDERS
 from vllm_specrollout.cluster.lending import BEAT_S as LENDING_S
 from vllm_specrollout.cluster.lending import Lending
 from vllm_specrollout.cluster.reports import Given, Part, Report, Wanted
@@ -160,7 +160,7 @@ class Timed(Driver):
 async def measure(engines: int, ladder: str, beats: int, seed: int) -> DriverCost:
     """One batch."""
     lines, rng = StandIns(engines), random.Random(seed)
-    driver = Timed(lines, list(lines.engines), Rules(ladder))
+    driver = Timed(lines, list(lines.engines), ladder)
     driver.start()
     await driver.until(lambda: not driver.starting)
     lending, helping = Lending({}), None

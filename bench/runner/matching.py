@@ -14,7 +14,7 @@ import torch
 
 from vllm_specrollout.budgets.base import Backoff
 from vllm_specrollout.budgets.fixed import FixedBudget
-from vllm_specrollout.drafters.levels import GREEDY
+from vllm_specrollout.drafters.coupling import Coupling
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.types import DraftLimits, RequestBatch, TreeBatch, empty_trees
 from vllm_specrollout.worker.models.drafter import ModelDrafter
@@ -36,6 +36,7 @@ class Matches:
     # [positions] which choice the target's token is, as drafts are drawn now: 0, 1, ..., or `NONE_OF_THEM`; by
     # request, each in the order of its tokens
     ranks: list[int] = field(default_factory=list)
+    # of what was learned, the weight of the model's log probabilities over the noise's
     sharpness: float = 0.0
     # milliseconds that asking took, all requests together
     draft_ms: float = 0.0
@@ -52,6 +53,9 @@ class MatchMeter:
         self._runner = runner
         self._drafter: ModelDrafter = runner.model_drafter
         self.matches = Matches()
+        self._ways = {"greedy": Coupling(), "shared": Coupling()}
+        self._ways["greedy"].pin(1.0, 0.0)
+        self._ways["shared"].pin(1.0, 1.0)
         # request -> as `Matches.ranks`
         self._ranks: dict[str, list[int]] = {}
         # request -> its row in the tensors below
@@ -77,7 +81,8 @@ class MatchMeter:
         sampler.forward = self._old_forward
         self._runner.spec_rollout.budget = self._budget
         self.matches.ranks = [rank for own in self._ranks.values() for rank in own]
-        self.matches.sharpness = drafter.sharpness.value
+        weight, beside = drafter.coupling.sampled
+        self.matches.sharpness = weight / max(beside, 1e-3)
         return self.matches
 
     def _propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
@@ -92,14 +97,11 @@ class MatchMeter:
         scaled, entries = drafter.scaled(logits), drafter.entries
         self._rows = {entry.view.request_id: i for i, entry in enumerate(entries)}
         self._q = scaled.softmax(dim=-1)
-        learned = (drafter.sharpness.value, drafter.second_sharpness.value)
-        ways = {"greedy": (GREEDY, GREEDY), "shared": (1.0, 1.0), "learned": learned}
-        for way, (sharpness, second_sharpness) in ways.items():
-            chosen, others = [drafter.noise.choose(scaled * sharpness, entries, 0)], scaled
-            for _ in range(1, NONE_OF_THEM if way == "learned" else 2):
-                others = others.scatter(1, chosen[-1][:, None], float("-inf"))
-                chosen.append(drafter.noise.choose(others * second_sharpness, entries, 0))
-            self._choices[way] = torch.stack(chosen, dim=1)
+        likeliest, are_greedy = drafter.likeliest(scaled, 0), torch.tensor([entry.is_greedy for entry in entries])
+        for way, coupling in {**self._ways, "learned": drafter.coupling}.items():
+            known = coupling.log_probabilities(likeliest, are_greedy)[:, :-1]
+            count = min(NONE_OF_THEM if way == "learned" else 2, known.shape[1])
+            self._choices[way] = likeliest.tokens.gather(1, known.topk(count, dim=-1).indices)
         return self._old_draw(logits)
 
     def _sample(self, logits: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

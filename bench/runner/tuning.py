@@ -51,11 +51,15 @@ class Tuning(MatchingMixin):
 
     vllm_config: Any
 
-    def spec_rollout_draft_as(self, sharpness: float | None, is_comb: bool) -> None:
-        """How a model drafts from now on: at this sharpness (None: what it learns), with alternatives or without."""
+    def spec_rollout_draft_as(self, weights: tuple[float, float] | None, is_comb: bool) -> None:
+        """How a model drafts from now on: with these weights of its log probabilities and the noise (None: what it
+        learns), with alternatives or without."""
         drafter = self.model_runner.model_drafter
         if drafter is not None:
-            drafter.sharpness.pinned = drafter.second_sharpness.pinned = sharpness
+            if weights is not None:
+                drafter.coupling.pin(*weights)
+            else:
+                drafter.coupling.unpin()
             drafter.is_comb = is_comb
 
     def spec_rollout_set_budget(

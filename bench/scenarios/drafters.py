@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 from vllm_specrollout.cli import flags as cli_flags
 from vllm_specrollout.config import BUDGETS
-from vllm_specrollout.drafters import levels
 from vllm_specrollout.errors import ConfigError
 
 from ..policy.reward import problems
@@ -22,8 +21,8 @@ from ..runner.rows import Pair, Row, Run, make_row
 from ..runner.scenario import EngineScenario, Session, command, flag
 
 GREEDY, SHARED, COMB, UNION = "greedy", "shared noise", "comb", "union"
-_AS = {GREEDY: (levels.GREEDY, False), SHARED: (None, False), COMB: (None, True), UNION: (None, True)}
-"""Arm -> the sharpness (None: learned), and whether it has alternatives."""
+_AS = {GREEDY: ((1.0, 0.0), False), SHARED: (None, False), COMB: (None, True), UNION: (None, True)}
+"""Arm -> weights of log probabilities and noise (None: learned), and whether it has alternatives."""
 _HOST = ("ngram",)
 """Drafters beside the model in the union; a history would know every round but the first."""
 
@@ -44,7 +43,7 @@ class Met:
     shared_two: float
     learned: float
     learned_two: float
-    # what was learned in the end
+    # what was learned in the end: the weight of the model's log probabilities over that of the noise
     sharpness: float
     # milliseconds of a pass, per request
     draft_ms: float
@@ -144,8 +143,8 @@ class Drafters(EngineScenario):
         def run(arm: str | None) -> Run:
             engine = STOCK if arm is None else f"{name}, {UNION}" if arm == UNION else name
             if arm is not None:
-                sharp, is_comb = _AS[arm]
-                engines.tell(engine, "draft_as", sharpness=sharp, is_comb=is_comb)
+                weights, is_comb = _AS[arm]
+                engines.tell(engine, "draft_as", weights=weights, is_comb=is_comb)
             return engines.run(engine, prompts, self.params(chosen, len(prompts), 1.0, is_ours=arm is not None))
 
         pairs: dict[str, list[Pair]] = {arm: [] for arm in _AS}

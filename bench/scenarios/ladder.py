@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from vllm_specrollout.cluster import Answer, SpecGroup
-from vllm_specrollout.cluster.ladder import LADDERS, Rules
+from vllm_specrollout.cluster.ladder import LADDERS
 from vllm_specrollout.cluster.lending import LENT
 from vllm_specrollout.cluster.planner import choose_ladder
 from vllm_specrollout.cluster.reports import Report
@@ -87,7 +87,7 @@ class TimedGroup(SpecGroup):
         """The answers with a ladder, and the makespan in seconds. All ladders have the same engines and drafters."""
         if ladder == AUTO:
             ladder, _ = choose_ladder(self._run(self._profiles()))
-        self._driver.rules = Rules(ladder)
+        self._driver.ladder = ladder
         # the same problems again, with all ladders: none may know how long their answers were
         self._driver.lengths = Lengths()
         self.bars, self._newest, self.begin_s = [], {}, time.perf_counter()

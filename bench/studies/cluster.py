@@ -1,4 +1,4 @@
-"""One batch on many engines, event by event, decided by what the product decides: `ladder.decide`, at every beat.
+"""One batch on many engines, event by event, decided by the product's own `ladder.decide` and `lend`, at every beat.
 
 Between two events an engine's batch is what it was, so all its steps until then are one event: each request advances by
 its mean tokens per step. An event is the end of an answer, a beat, or a failure. Time is in milliseconds.
@@ -52,7 +52,9 @@ class Site:
     prefill_ms: float = 0.03
     # more of a step that holds prompts
     prompt_ms: float = 0.0
-    rules: ladder.Rules = ladder.Rules()
+    # `off`, `move` or `attach`; and requests of one lent drafter
+    ladder: str = "off"
+    most: int = 4
     beat_ms: float = 1000.0
     # when, which engines, and after how long they are back with the group's weights
     failures: tuple[tuple[float, range], ...] = ()
@@ -241,7 +243,7 @@ class _Batch:
             for helped in (False, True) if lent else (False,):
                 if helped:
                     known = {r: self._acceptance[r][1] for r in lent if r in each}
-                    gained = {r: lent_drafts(p, level, site.rules.most, verifier, model) for r, p in known.items()}
+                    gained = {r: lent_drafts(p, level, site.most, verifier, model) for r, p in known.items()}
                     each = each | {r: max(each[r], one) for r, one in gained.items()}
                 tokens, drafts = (sum(column) for column in zip(*each.values(), strict=True))
                 ways.append((tokens / self._step_ms(batch, drafts, window), len(ways), window, each))
@@ -262,14 +264,15 @@ class _Batch:
 
     def _beat(self, _: None) -> None:
         """What every engine reports, and what is decided of it."""
-        if self._has_changed and (self._waiting or self._site.rules.ladder != "off"):
+        if self._has_changed and (self._waiting or self._site.ladder != "off"):
             self._has_changed = False
             for worker in self._workers.values():
                 self._report(worker)
             engines = {name: worker.view for name, worker in self._workers.items()}
             waiting = [(request, f"p{int(request[1:]) // self._site.samples}") for request in self._waiting]
-            commands = ladder.decide(waiting, engines, 1, {}, self._site.rules, self._prices)
-            self._carry_out(commands)
+            runs = ladder.decide(waiting, engines, 1, {}, self._prices, {}, moves=self._site.ladder != "off")
+            most = self._site.most if self._site.ladder == "attach" else 0
+            self._carry_out([*runs, *ladder.lend(engines, most, {one.engine for one in runs})])
         if not self._events:
             raise RuntimeError(f"{len(self._length) - len(self._finish)} requests are lost: nothing more would happen")
         self._at(self._now + self._site.beat_ms, self._beat, None)
@@ -277,24 +280,28 @@ class _Batch:
     def _report(self, worker: _Worker) -> None:
         self._advance(worker)
         for request, pace in worker.paces.items():
-            tokens = self._tokens(worker, pace)
-            pace.copy.tokens, pace.copy.gained = int(tokens), int(tokens - pace.began)
-            pace.copy.steps = int(worker.steps - pace.joined)
+            copy, tokens = pace.copy, self._tokens(worker, pace)
+            copy.tokens, copy.gained, copy.steps = (
+                int(tokens),
+                int(tokens - pace.began),
+                int(worker.steps - pace.joined),
+            )
             self._heard[request] = max(self._heard[request], tokens)
 
-    def _carry_out(self, commands: Iterable[ladder.Command]) -> None:
+    def _carry_out(self, commands: Iterable[ladder.Run | ladder.Attach]) -> None:
         joining: dict[str, list[str]] = {}
         touched: dict[str, None] = {}
         for one in commands:
-            self._outcome.counts[type(one).__name__.lower()] += 1
             touched[one.engine] = None
             if isinstance(one, ladder.Attach):
+                self._outcome.counts["attach"] += 1
                 lent = self._workers[one.engine].view.lent
                 lent.pop(one.lender, None)
                 if one.requests:
                     lent[one.lender] = one.requests
                 continue
-            if isinstance(one, ladder.Move):
+            self._outcome.counts["move" if one.source else "run"] += 1
+            if one.source:
                 touched[one.source] = None
                 self._leave(self._workers[one.source], one.request)
             joining.setdefault(one.engine, []).append(one.request)
@@ -315,8 +322,7 @@ class _Batch:
                 self._leave(worker, request)
                 self._waiting.append(request)
                 self._outcome.counts["resubmitted"] += 1
-            worker.view.version = None
-            worker.view.lent.clear()
+            worker.view.version, worker.view.lent = None, {}
             self._replan(worker)
             self._at(self._now + self._site.restart_ms, self._restart, worker.name)
         gone = {worker.name for worker in dead}

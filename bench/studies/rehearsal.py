@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_specrollout._core import Received
-from vllm_specrollout.cluster.line import Line, Node, NoiseTrial, Sampling, Survival, branches
+from vllm_specrollout.cluster.line import Line, Node, NoiseTrial, Survival, branches
+from vllm_specrollout.cluster.messages import Sampling
 from vllm_specrollout.config.checks import check_range
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.types import MOST_NODES, IntArray

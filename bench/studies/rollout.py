@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from vllm_specrollout.bench.studies.formulas import Floats, Ints, StepLine, best_window
 from vllm_specrollout.bench.studies.group import Group, Guesses, Mode, Workload
 
-from vllm_specrollout.cluster.assignment import Worker, assign
+from vllm_specrollout.cluster.ladder import Worker, assign
 from vllm_specrollout.cluster.rates import decoupled_rate
 from vllm_specrollout.errors import ConfigError
 
@@ -230,8 +230,7 @@ class _Rollout:
     def _race(self, plan: Racing) -> None:
         """Free groups get a method each, and requests of others (Algorithm 3)."""
         methods = range(len(self._setup.drafters))
-        for number in self._free:
-            self._racing.pop(number, None)
+        self._racing = {number: method for number, method in self._racing.items() if number not in self._free}
         for number in self._free:
             self._racing[number] = min(methods, key=self._groups_with)
         for request, method, number in self._assigned(plan):

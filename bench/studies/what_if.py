@@ -19,7 +19,7 @@ from vllm_specrollout.bench.studies.group import Workload
 from vllm_specrollout.bench.studies.h200 import MEASURED, RECKONED, TAIL_RECKONED, TRY
 from vllm_specrollout.bench.studies.report import Cell, Number, ResultTable, Share, StudyReport, error_of
 
-from vllm_specrollout.cluster import dealing, ladder
+from vllm_specrollout.cluster import dealing
 from vllm_specrollout.scheduling.lengths import Lengths
 
 STEPS = {"measured": MEASURED, "tail reckoned": TAIL_RECKONED, "reckoned": RECKONED}
@@ -117,7 +117,8 @@ def run_arm(
         samples=int(inputs.samples),
         prefill_ms=inputs.prefill_ms,
         prompt_ms=STEPS[steps].prompt_ms if drafts else 0.0,
-        rules=ladder.Rules(mode, int(inputs.most)),
+        ladder=mode,
+        most=int(inputs.most),
         beat_ms=1e3 * inputs.beat_s,
         failures=failed,
         restart_ms=1e3 * inputs.restart_s,

@@ -55,7 +55,7 @@ def check_around_long_ones(
 
     drafter.proposer._pass = noted
     # what it learns of the long ones is not to change its drafts for the short ones
-    drafter.sharpness.pinned = drafter.second_sharpness.pinned = 1.0
+    drafter.coupling.pin(1.0, 1.0)
     short, longer = range(count), range(2)
     truth, drafted, _ = asked(short, prompt, answer, enabled=False)
     assert drafted == 0

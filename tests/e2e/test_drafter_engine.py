@@ -15,7 +15,18 @@ pytest.importorskip("vllm")
 from tests.e2e.identity.check import VOCAB
 from tests.e2e.identity.engines import engine, model
 from tests.e2e.short_context import with_context
-from vllm_specrollout.cluster.messages import VERSION, Drafted, Hello, Message, Opened, Rest, Told, ints, longs
+from vllm_specrollout.cluster.messages import (
+    VERSION,
+    Drafted,
+    Hello,
+    Message,
+    Opened,
+    Rest,
+    Sampling,
+    Told,
+    ints,
+    longs,
+)
 from vllm_specrollout.cluster.serving import Serving
 from vllm_specrollout.worker.drafter_engine import DrafterEngine
 
@@ -101,12 +112,9 @@ def chain(nodes: list[tuple[int, int, int, float]]) -> list[int]:
     return found
 
 
-def opened(handle: int, tokens: list[int], **changed: Any) -> Opened:
-    given: dict[str, Any] = {
-        "handle": handle, "token_ids": np.array(tokens, np.int32).tobytes(), "prompt_tokens": len(PROMPT), "seed": 7,
-        "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 100, "window": 4,
-    }  # fmt: skip
-    return Opened(**{**given, **changed})
+def opened(handle: int, tokens: list[int], *, prompt_tokens: int = len(PROMPT), **how: Any) -> Opened:
+    sampling = Sampling(**{"temperature": 1.0, "seed": 7, **how})
+    return Opened(handle, np.array(tokens, np.int32).tobytes(), prompt_tokens, sampling, 100, 4)
 
 
 @pytest.fixture(scope="module")

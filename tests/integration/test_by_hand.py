@@ -1,4 +1,4 @@
-"""Training by hand: what it keeps, resumes, refuses and reports. The trainer is the real one; rows are transformers'."""
+"""Training by hand: what it keeps, resumes, refuses and says. Its trainer is the real one; rows are transformers'."""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ def pairs(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
 def chosen(distribution: np.ndarray, seeds: np.ndarray) -> np.ndarray:
     noise = SeedNoise("raw_logprobs")
     logits = torch.from_numpy(np.log(np.maximum(distribution, 1e-30)).astype(np.float32))
-    return noise.choose(logits, entries(seeds), 0).numpy()  # type: ignore[arg-type]
+    tokens = torch.arange(VOCAB).expand(len(seeds), -1)
+    return (logits + noise.ahead(tokens, entries(seeds), 0)).argmax(dim=1).numpy()  # type: ignore[arg-type]
 
 
 def test_over_many_pairs_drafts_are_met_at_least_as_often_as_the_bound() -> None:
@@ -74,8 +75,17 @@ def test_the_targets_token_does_not_depend_on_who_drafts() -> None:
         assert (chosen(target, seeds) == tokens).all()
 
 
-def test_greedy_requests_are_drafted_for_greedily() -> None:
-    logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 0.0, 0.0]])
-    greedy = [SimpleNamespace(tape=None)] * 2
+def test_the_noise_so_far_ahead_is_what_the_sampler_will_choose_with() -> None:
+    rng = np.random.default_rng(4)
+    seeds = rng.integers(0, 2**31, 500)
+    logits = torch.from_numpy(rng.normal(size=(500, VOCAB)).astype(np.float32) * 2)
+    tapes = [
+        SimpleNamespace(tape=SeedTape(lambda count, own=own: np.arange(own, own + count))) for own in seeds.tolist()
+    ]
     noise = SeedNoise("raw_logprobs")
-    assert noise.choose(logits, greedy, 3).tolist() == [1, 0]  # type: ignore[arg-type]
+    tokens = torch.from_numpy(rng.permuted(np.tile(np.arange(VOCAB), (500, 1)), axis=1))
+    for depth in (0, 3):
+        scores = logits.gather(1, tokens) + noise.ahead(tokens, tapes, depth)  # type: ignore[arg-type]
+        met = tokens.gather(1, scores.argmax(dim=1, keepdim=True))[:, 0]
+        sampled = torch.ops._C.fused_gumbel_argmax(logits, torch.from_numpy(seeds + depth))
+        assert torch.equal(met, sampled.to(torch.int64))

@@ -67,7 +67,7 @@ def test_each_token_gets_the_integer_of_its_place_whatever_the_steps_were(steps:
         for name, left in zip(names, is_discarded.tolist(), strict=True):
             kept[name] += 0 if left else (1 if counts is None else int(counts[0]))
         if looks_ahead:  # a model that drafts does
-            noise.choose(torch.zeros(len(names), 4), batch, 1)
+            noise.ahead(torch.zeros(len(names), 4, dtype=torch.int64), batch, 1)
 
 
 def test_a_batch_that_stays_is_looked_at_once_in_many_steps() -> None:

@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from vllm_specrollout.cluster.line import Ask, Sampling
-from vllm_specrollout.cluster.messages import Message, MessageError, decode, encode
+from vllm_specrollout.cluster.line import Ask
+from vllm_specrollout.cluster.messages import Message, MessageError, Sampling, decode, encode
 from vllm_specrollout.cluster.serving import Grown
 
 VOCABULARY = 50

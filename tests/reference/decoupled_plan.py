@@ -1,4 +1,4 @@
-"""Algorithm 3 as its text has it: see `cluster/assignment.py`."""
+"""Algorithm 3 as its text has it: see `cluster/ladder.py`."""
 
 from __future__ import annotations
 

@@ -237,7 +237,7 @@ app.add_typer(history.app, name="history")
 app.command("profile")(profile.profile)
 app.command("replay")(replay.replay_command)
 app.command("train-head")(train_head.train_head)
-app.add_typer(plan.app, name="plan")
+app.command("plan")(plan.plan_command)
 app.command("drafter")(processes.serve_drafts)
 app.add_typer(dev, name="dev")
 

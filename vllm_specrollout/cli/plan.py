@@ -1,7 +1,4 @@
-"""`specrollout plan`: what to set up before an engine starts.
-
-`plan decoupled`: which model drafts, on how many devices, and how far ahead, by what engines have measured.
-"""
+"""`specrollout plan`: which model drafts, on how many devices, and how far ahead, by what engines have measured."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import typer.core
 
 from vllm_specrollout.cli import flags
 from vllm_specrollout.cluster.planner import Plan, plan_devices
@@ -29,30 +25,7 @@ _TITLES = (
 )
 
 
-class _Plans(typer.core.TyperGroup):
-    """`plan --gpus 256 ...` is `plan decoupled --gpus 256 ...`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0].startswith("-") and args[0] not in ctx.help_option_names:
-            args = ["decoupled", *args]
-        return super().parse_args(ctx, args)
-
-
-app = typer.Typer(
-    help="What to set up before an engine starts.\n\n`plan OPTIONS` means `plan decoupled OPTIONS`.",
-    cls=_Plans,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
-
-
-@app.callback()
-def _plan() -> None:
-    """What to set up before an engine starts. Needs neither vLLM nor a GPU."""
-
-
-@app.command("decoupled")
-def plan_decoupled_command(
+def plan_command(
     gpus: Annotated[int, typer.Option(help="Devices of the cluster.", show_default=False)],
     batch: Annotated[int, typer.Option(help="Requests of a rollout, over all devices.", show_default=False)],
     model: Annotated[
@@ -71,7 +44,7 @@ def plan_decoupled_command(
     ] = None,
 ) -> None:
     """Plan drafters and verifiers: tokens per second of groups that decode plainly, draft by what they have, or with a
-    model in their steps or beside them; the best first."""
+    model in their steps or beside them; the best first. Needs neither vLLM nor a GPU."""
     flags.in_range(gpus, "--gpus", 1, _MOST_GPUS)
     flags.in_range(batch, "--batch", 1, _MOST_REQUESTS)
     flags.in_range(max_window, "--max-window", 1, MOST_NODES)

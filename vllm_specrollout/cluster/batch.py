@@ -6,7 +6,6 @@ there.
 
 from __future__ import annotations
 
-import operator
 import random
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -210,23 +209,21 @@ def _problem(params: Any, tokens: Sequence[int]) -> str:
 
 def _tokens(number: int, prompt: Sequence[int]) -> array[int]:
     """[P] token ids of a prompt, each in the range that engines know."""
-    if isinstance(prompt, (list, tuple)) and prompt and type(prompt[0]) is int:
-        many = np.asarray(prompt)  # a batch has millions of them
-        if many.dtype == np.int64 and many.min() >= 0 and many.max() < _MOST_TOKEN:
-            return array("i", many.astype(np.intc).tobytes())
     try:
-        found = [int(operator.index(token)) for token in prompt]
-    except TypeError:
+        found = np.asarray(prompt)  # a batch has millions of them
+    except ValueError:  # lists of several lengths
+        found = np.asarray(None)
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
         raise ConfigError(
             f"prompt {number} is {shown(prompt)}, and neither a text nor whole numbers alone",
             "give a text or a list of token ids for each prompt, as [[1, 2], [3]]",
-        ) from None
-    if not found:
+        )
+    if not found.size:
         raise ConfigError(f"prompt {number} is empty", "give each prompt one token at least")
-    wrong = next((token for token in found if not 0 <= token < _MOST_TOKEN), None)
-    if wrong is not None:
+    wrong = found[(found < 0) | (found >= _MOST_TOKEN)]
+    if wrong.size:
         raise ConfigError(
-            f"prompt {number} holds {shown(wrong)}, outside 0 to {_MOST_TOKEN - 1}",
+            f"prompt {number} holds {shown(int(wrong[0]))}, outside 0 to {_MOST_TOKEN - 1}",
             "give the tokenizer's ids, without padding",
         )
-    return array("i", found)
+    return array("i", found.astype(np.intc).tobytes())

@@ -17,13 +17,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from vllm_specrollout.cluster.leftovers import SOCKET, WARM, sweep
+from vllm_specrollout.cluster.leftovers import SOCKET, sweep
 from vllm_specrollout.cluster.leftovers import own as name_of
 from vllm_specrollout.cluster.mail import Box
-from vllm_specrollout.cluster.messages import Rest
+from vllm_specrollout.cluster.messages import VERSION, Hello, Rest
 from vllm_specrollout.config import envs
 from vllm_specrollout.config.devices import Devices, together
 from vllm_specrollout.errors import SpecRolloutError
@@ -64,8 +63,6 @@ class Command:
     devices: Devices | None = None
     # it is stock vLLM's V2 runner; else it is the V1 runner on CPU, with this plugin
     is_v2: bool = False
-    # file in which it leaves its process id once it drafts; empty: none
-    ready: str = ""
     # it begins asleep
     is_asleep: bool = False
 
@@ -89,7 +86,6 @@ class Command:
         on_cores = self.devices is not None and self.devices.kind == "cpu"
         more = ["--cores", ",".join(map(str, self.devices.numbers))] if self.devices and on_cores else []
         more += ["--stock"] if self.is_v2 else []
-        more += ["--ready", self.ready] if self.ready else []
         more += ["--asleep"] if self.is_asleep else []
         parent = ["--parent", str(os.getpid())]
         return [sys.executable, "-m", module, self.model, self.address, *parent, "--engine-args", args, *more]
@@ -119,8 +115,6 @@ class DrafterProcess:
 
     def __init__(self, command: Command, clock: Callable[[], float] = time.monotonic) -> None:
         self.command = command
-        self.waited_s = 0.0
-        """Seconds in which the process that began it waited for its end, or began it anew."""
         self.is_ready = False
         """Whether it has loaded its model: whoever hears that from it says so here."""
         self.restarts = 0
@@ -155,9 +149,6 @@ class DrafterProcess:
         if self._due_at is not None:
             if now >= self._due_at:
                 self._begin()
-                self.waited_s += self._clock() - now
-                if self._process is None:
-                    self._ended()
             return False
         if self.is_alive:
             if not self.is_ready and now - self._begun_at > START_S:
@@ -192,10 +183,9 @@ class DrafterProcess:
     def stop(self) -> None:
         """End it for good, and wait until it has. One that was dismissed before has had part of its time already."""
         self.dismiss()
-        process, self._process, begin = self._process, None, self._clock()
-        if process is not None and process.poll() is None:
+        process, self._process = self._process, None
+        if process is not None:
             process.wait()
-            self.waited_s += self._clock() - begin
 
     def _ended(self) -> None:
         if self._process is not None:
@@ -237,16 +227,18 @@ class WarmDrafter:
     """
 
     def __init__(self, command: Command, clock: Callable[[], float] = time.monotonic) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix=name_of(WARM))
-        self._ready = Path(self._folder.name) / "ready"
         self.error = ""
         """Why it will not draft any more."""
-        self.process = DrafterProcess(replace(command, ready=str(self._ready), is_asleep=True), clock)
-        # the life that was told to wake up, what was said to it, and what it said; None: none was
-        self._woken: int | None = None
-        self._box: Box | None = None
-        self._is_asleep = True
+        self.process = DrafterProcess(replace(command, is_asleep=True), clock)
         self._clock = clock
+        self._meet()
+
+    def _meet(self) -> None:
+        """Its present life knows nothing of what was said to the former one."""
+        # that life, whether it was told to wake up, and what it said last
+        self._life, self._is_woken, self._is_asleep = self.process.pid, False, True
+        self._box = Box(self.process.command.address)
+        self._box.send(Hello(VERSION, 0))
 
     @property
     def is_ready(self) -> bool:
@@ -255,38 +247,31 @@ class WarmDrafter:
             return False
         try:
             self.process.watch()
-            is_ready = self.process.is_alive and self._ready.read_text("ascii") == str(self.process.pid)
-        except FileNotFoundError:
-            is_ready = False
         except DrafterProcessError as error:
             self.error = str(error)
             logger.warning("Spec rollout: a warm drafter drafts no more: %s", error)
             return False
-        # what has not loaded in good time is begun anew
-        self.process.is_ready = self.process.is_ready or is_ready
-        return is_ready
+        if self._life != self.process.pid:
+            self._box.close()
+            self._meet()
+        self._hear()
+        return self.process.is_ready and self.process.is_alive
 
     @property
     def address(self) -> str:
         """Where it drafts; empty: it sleeps, loads, was begun anew, or is given up. Call it now and then."""
-        is_there = self.is_ready and self._woken == self.process.pid
-        if is_there:
-            self._hear()
-        return self.process.command.address if is_there and not self._is_asleep else ""
+        is_awake = self.is_ready and self._is_woken and not self._is_asleep
+        return self.process.command.address if is_awake else ""
 
     def wake(self) -> None:
         """Have it draft, once it has loaded. Nothing is waited for: `address` says when it does."""
-        if self.is_ready and self._woken != self.process.pid:
-            self._close()  # what was said to a former life
-            self._box, self._woken = Box(self.process.command.address), self.process.pid
-            self._box.send(Rest(False))
+        if self.is_ready and not self._is_woken:
+            self._is_woken = self._box.send(Rest(False))
 
     def sleep(self) -> None:
         """Have it give its memory back, and wait until it has."""
-        if self._woken is None:
-            return
-        is_same, self._woken = self._woken == self.process.pid, None
-        if not (is_same and self.process.is_alive and self._box is not None):
+        was_woken, self._is_woken = self._is_woken, False
+        if not was_woken or self._life != self.process.pid or not self.process.is_alive:
             return  # another life begins asleep
         self._is_asleep, until = False, self._clock() + REST_S
         self._box.send(Rest(True))
@@ -298,18 +283,12 @@ class WarmDrafter:
             self.process.kill(waits=True)
 
     def stop(self) -> None:
-        self._close()
+        self._box.close()
         self.process.stop()
-        self._folder.cleanup()
 
     def _hear(self) -> None:
-        """What it has said last."""
-        for message in self._box.receive() if self._box is not None else ():
-            if isinstance(message, Rest):
+        for message in self._box.receive():
+            if isinstance(message, Hello):
+                self.process.is_ready = True
+            elif isinstance(message, Rest):
                 self._is_asleep = message.is_asleep
-
-    def _close(self) -> None:
-        self._is_asleep = True
-        if self._box is not None:
-            self._box.close()
-            self._box = None

@@ -6,7 +6,7 @@ engine drafts from what they write.
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -59,44 +59,28 @@ def deal(
 
 
 class _Queue:
-    """Engines, the one with the fewest tokens first."""
+    """Engines, those with places in order: the one with the fewest tokens first."""
 
     def __init__(self, rooms: Mapping[str, Room]) -> None:
         self.places = {name: room.places for name, room in rooms.items()}
-        self._tokens = {name: room.tokens for name, room in rooms.items()}
-        self._order = {name: i for i, name in enumerate(rooms)}
-        # (tokens, order, name) of those with places; one whose tokens are no longer so counts as gone
-        self._heap = [(room.tokens, i, name) for i, (name, room) in enumerate(rooms.items()) if room.places > 0]
-        heapq.heapify(self._heap)
+        # (tokens, order, name)
+        self._at = {name: (room.tokens, i, name) for i, (name, room) in enumerate(rooms.items())}
+        self._free = sorted(self._at[name] for name, places in self.places.items() if places > 0)
 
     def engine_for(self, requests: int, home: str | None) -> str | None:
         """The home, as long as it has a place; else the emptiest of those with places for all, or of all."""
+        if self.places.get(home or "", 0) > 0:
+            return home
+        tokens, _, emptiest = self._free[0] if self._free else (1.0, 0, None)
         if home in self.places:
-            if self.places[home]:
-                return home
             # only what has nothing to do takes siblings from their home
-            emptiest = self._pop()
-            if emptiest is not None:
-                heapq.heappush(self._heap, emptiest)
-            return emptiest[2] if emptiest is not None and not emptiest[0] else None
-        too_small, found = [], self._pop()
-        while found is not None and self.places[found[2]] < requests:
-            too_small.append(found)
-            found = self._pop()
-        chosen = found or (too_small[0] if too_small else None)
-        for entry in [*too_small, *([found] if found else [])]:
-            heapq.heappush(self._heap, entry)
-        return chosen[2] if chosen else None
+            return None if tokens else emptiest
+        return next((name for _, _, name in self._free if self.places[name] >= requests), emptiest)
 
     def take(self, name: str, requests: int, tokens: float) -> None:
+        own = self._at[name]
+        del self._free[bisect_left(self._free, own)]
         self.places[name] -= requests
-        self._tokens[name] += requests * tokens
+        self._at[name] = (own[0] + requests * tokens, *own[1:])
         if self.places[name]:
-            heapq.heappush(self._heap, (self._tokens[name], self._order[name], name))
-
-    def _pop(self) -> tuple[float, int, str] | None:
-        while self._heap:
-            entry = heapq.heappop(self._heap)
-            if self.places[entry[2]] and entry[0] == self._tokens[entry[2]]:
-                return entry
-        return None
+            insort(self._free, self._at[name])

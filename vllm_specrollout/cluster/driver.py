@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from vllm_specrollout.cluster.batch import Answer, BeginError, GroupError, Open
-from vllm_specrollout.cluster.ladder import Attach, Command, Copy, Engine, Move, Prices, Rules, decide
+from vllm_specrollout.cluster.ladder import Copy, Engine, Prices, Run, decide
 from vllm_specrollout.cluster.reports import Given, Part, Report, Wanted
 from vllm_specrollout.errors import SpecRolloutError
 from vllm_specrollout.scheduling.lengths import MOST_PROBLEMS, Lengths
@@ -28,8 +28,6 @@ BEAT_S = 0.1
 
 BEHIND = -1
 """Version of an engine that could not follow the group: it gets nothing until it has what comes next."""
-
-
 _STRIDE = 256
 """Tokens of an answer after which its length is forecast anew."""
 
@@ -60,6 +58,7 @@ class Driver:
     """
     Args:
         engines: their names.
+        ladder: `off`: no request is taken from an engine that runs it.
         patience_s: seconds without a word after which an engine is begun anew.
         clock: seconds, from any zero.
     """
@@ -68,7 +67,7 @@ class Driver:
         self,
         lines: Lines,
         engines: Sequence[str],
-        rules: Rules,
+        ladder: str = "off",
         patience_s: float = 120.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -83,7 +82,7 @@ class Driver:
         """Engine that was lost, or is behind -> why."""
         self.listener: Callable[[str, Report], None] = lambda engine, report: None
         """Told of each report before it is taken in."""
-        self.rules, self.patience_s = rules, patience_s
+        self.ladder, self.patience_s = ladder, patience_s
         self.lengths = Lengths()
         """Of answers, by their problems."""
         self.is_held = False
@@ -95,8 +94,8 @@ class Driver:
         # engine -> when it last said something new
         self._heard: dict[str, float] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        # those who wait for engines to get somewhere
-        self._watchers: list[asyncio.Future[None]] = []
+        # set when engines have got somewhere
+        self._news = asyncio.Event()
         # why nothing goes on
         self._stopped: GroupError | None = None
 
@@ -111,7 +110,7 @@ class Driver:
             task.cancel()
         self._stopped = error
         self._fail(list(self.open), error)
-        self._told()
+        self._news.set()
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -139,45 +138,35 @@ class Driver:
         if self.engines and all(one.version == BEHIND for one in self.engines.values()):
             self._fail(list(self.waiting), GroupError(f"no engine can follow: {self._behind()}", _FOLLOW))
         self._watch()
-        for command in self._decide():
-            self._follow(command)
+        for one in self._decided():
+            own, copies = self.open[one.request], self.engines[one.engine].running
+            if one.source:
+                self.counts["moved"] += 1
+                self._stop(own)
+            self.waiting.pop(one.request, None)
+            # of as many problems as lengths are known of; the oldest is forgotten
+            self._homes.pop(own.problem, None)
+            self._homes[own.problem] = one.engine
+            if len(self._homes) > MOST_PROBLEMS:
+                del self._homes[next(iter(self._homes))]
+            answer = own.begin(one.engine, self.wanted.version)
+            self._runs[own.key] = own
+            copies[own.request] = Copy(len(own.prompt), len(answer), may_move=own.is_resumable)
+            self._lines.send(one.engine, "give", [Given(own.key, own.prompt, own.params, answer, own.lora)])
 
-    def _decide(self) -> list[Command]:
+    def _decided(self) -> list[Run]:
         waiting = [(request, self.open[request].problem) for request in self.waiting]
         forecasts: dict[str, float] = {}
         if self.lengths.num_known:
             for request, problem in waiting:
                 if problem not in forecasts:
                     forecasts[problem] = self._expected(self.open[request])
-        rules, version = self.rules, self.wanted.version
-        if rules.ladder == "attach":
-            rules = replace(rules, ladder="move")  # `Lending` does the rest, by what the engines themselves say
-        return decide(waiting, self.engines, version, self._homes, rules, self._prices, forecasts)
+        known = self.wanted.version, self._homes, self._prices, forecasts
+        return decide(waiting, self.engines, *known, moves=self.ladder != "off")
 
     def _expected(self, own: Open, tokens: int = 0) -> float:
         """Tokens that its answer is expected to have, which has so many now."""
         return self.lengths.expected_total(own.problem, tokens, own.most)
-
-    def _follow(self, command: Command) -> None:
-        if isinstance(command, Attach):
-            return
-        own = self.open[command.request]
-        if isinstance(command, Move):
-            self.counts["moved"] += 1
-            self._stop(own)
-        self.waiting.pop(command.request, None)
-        # of as many problems as lengths are known of; the oldest is forgotten
-        self._homes.pop(own.problem, None)
-        self._homes[own.problem] = command.engine
-        if len(self._homes) > MOST_PROBLEMS:
-            del self._homes[next(iter(self._homes))]
-        self._run(command.engine, own)
-
-    def _run(self, name: str, own: Open) -> None:
-        answer = own.begin(name, self.wanted.version)
-        self._runs[own.key] = own
-        self.engines[name].running[own.request] = Copy(len(own.prompt), len(answer), may_move=own.is_resumable)
-        self._lines.send(name, "give", [Given(own.key, own.prompt, own.params, answer, own.lora)])
 
     def _watch(self) -> None:
         """An engine that says nothing new while it runs requests hangs: it is ended, and begun anew."""
@@ -258,11 +247,6 @@ class Driver:
     # --- engines that come and go -------------------------------------------------------------------------------------
 
     @property
-    def is_brought(self) -> bool:
-        """Whether all engines that are up are where the group is, or have refused to get there."""
-        return all(one.version in (None, BEHIND, self.wanted.version) for one in self.engines.values())
-
-    @property
     def starting(self) -> list[str]:
         """Engines that load."""
         return [name for name, one in self.engines.items() if one.version is None]
@@ -280,7 +264,8 @@ class Driver:
         for one in self.engines.values():
             if one.version is not None:
                 one.version = self.wanted.version - 1  # one that was behind is on its way again
-        await self.until(lambda: self.is_brought)
+        # those that are up are there, or have refused to get there
+        await self.until(lambda: all(o.version in (None, BEHIND, self.wanted.version) for o in self.engines.values()))
         self.check_any()
         if behind := self._behind():
             count = sum(one.version == BEHIND for one in self.engines.values())
@@ -309,9 +294,8 @@ class Driver:
         while not holds():
             if self._stopped is not None:
                 raise self._stopped
-            watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._watchers.append(watcher)
-            await watcher
+            self._news.clear()
+            await self._news.wait()
 
     def check_any(self) -> None:
         """
@@ -365,7 +349,7 @@ class Driver:
         if wanted == self.wanted:  # else the group went on while it loaded
             one.version = version
         self._heard[name] = self._clock()
-        self._told()
+        self._news.set()
 
     def _lose(self, name: str, reason: str) -> bool:
         """Its process ended: its requests go on elsewhere. Whether it has a next life.
@@ -390,15 +374,8 @@ class Driver:
                 self.check_any()
             except GroupError as error:
                 self._fail(list(self.open), error)
-        self._told()
+        self._news.set()
         return has_more
-
-    def _told(self) -> None:
-        """Engines have got somewhere."""
-        watchers, self._watchers = self._watchers, []
-        for watcher in watchers:
-            if not watcher.done():
-                watcher.set_result(None)
 
 
 _FOLLOW = "give weights that they can load: `status` says what each one lacks"

@@ -4,19 +4,20 @@
 is given, and keeps nothing.
 
 An idle engine takes over a part of the fullest engine's requests, where the smaller batches repay the prefill (`move`).
-The warm drafter of one that stays idle drafts for the stragglers' own engines (`attach`).
+The warm drafter of one that stays idle drafts for the stragglers' own engines (`attach`): `lend` says for which.
 
-Source: SpecActor, sections 4.2 and 4.3; Algorithm 3 is `assign`.
+Source: SpecActor, sections 4.2 and 4.3. Algorithm 3 (greedy Best-of-N) is `assign`, depth first as the text has it: all
+methods for the worst request, then for the next one. As printed it loops over methods first.
 """
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vllm_specrollout.cluster.assignment import Worker, assign
 from vllm_specrollout.cluster.dealing import Room, deal
 
 LADDERS = ("off", "move", "attach")
@@ -65,19 +66,12 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run this request, which nobody runs, from the tokens known."""
+    """Run this request from the tokens known."""
 
     engine: str
     request: str
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Run this request from the tokens known, in place of the engine that runs it."""
-
-    engine: str
-    request: str
-    source: str
+    # that it is taken from; empty: nobody runs it
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +83,13 @@ class Attach:
     requests: tuple[str, ...] = ()
 
 
-Command = Run | Move | Attach
-
-
 @dataclass(frozen=True, slots=True)
-class Rules:
-    """What may be decided."""
+class Worker:
+    """A worker of Algorithm 3: one drafter, and the verifier of its requests."""
 
-    ladder: str = "off"
-    # b_max: requests of others that one engine helps with
-    most: int = 4
+    method: str
+    # requests it serves
+    load: int = 0
 
 
 class Prices:
@@ -117,7 +108,8 @@ class Prices:
 
     def stepped(self, batch: int, seconds: float) -> None:
         """A step of `batch` requests took so long."""
-        self._steps[batch] = self._mean(self._steps.get(batch), seconds)
+        old = self._steps.get(batch, seconds)
+        self._steps[batch] = old + self._NEWEST * (seconds - old)
 
     def filled(self, tokens: int, seconds: float) -> None:
         """So many tokens of prompts were computed, in steps that took so much longer for them."""
@@ -145,39 +137,34 @@ class Prices:
                 return tokens * seconds / count
         return None
 
-    def _mean(self, old: float | None, new: float) -> float:
-        return new if old is None else old + self._NEWEST * (new - old)
-
 
 def decide(
     waiting: Sequence[tuple[str, str]],
     engines: Mapping[str, Engine],
     version: int,
     homes: Mapping[str, str],
-    rules: Rules,
     prices: Prices,
-    forecasts: Mapping[str, float] | None = None,
-) -> list[Command]:
-    """All that is to be done now.
+    forecasts: Mapping[str, float],
+    *,
+    moves: bool,
+) -> list[Run]:
+    """Which engine is to run what from now on.
 
     Args:
         waiting: (request, problem) that nobody runs.
         version: of the group's weights; an engine with others gets nothing.
         homes: problem -> engine that has its siblings, and so their history.
-        forecasts: problem -> tokens that its answers are expected to have; None: nothing is known.
+        forecasts: problem -> tokens that its answers are expected to have, where that is known.
+        moves: whether idle engines may take over requests.
     """
     able = {name: one for name, one in engines.items() if one.version == version}
     rooms = {name: _room(one) for name, one in able.items()} if waiting else {}
-    dealt = [Run(engine, request) for request, engine in deal(waiting, rooms, forecasts or {}, homes).items()]
-    if rules.ladder == "off" or len(dealt) < len(waiting):
-        return [*dealt, *_changes(able, {})]
+    dealt = [Run(engine, request) for request, engine in deal(waiting, rooms, forecasts, homes).items()]
+    if not moves or len(dealt) < len(waiting):
+        return dealt
     begun = {one.engine for one in dealt}
     idle = [name for name, one in able.items() if not one.running and name not in begun]
-    moves = _moves(able, idle, prices)
-    if rules.ladder == "move":
-        return [*dealt, *moves, *_changes(able, {})]
-    taken = {one.engine for one in moves}
-    return [*dealt, *moves, *_lending(able, [name for name in idle if name not in taken], rules.most)]
+    return [*dealt, *_moves(able, idle, prices)]
 
 
 def _room(engine: Engine) -> Room:
@@ -186,16 +173,16 @@ def _room(engine: Engine) -> Room:
     return Room(places, sum(one.left or 1.0 for one in engine.running.values()) if places > 0 else 0.0)
 
 
-def _moves(able: Mapping[str, Engine], idle: Sequence[str], prices: Prices) -> list[Move]:
+def _moves(able: Mapping[str, Engine], idle: Sequence[str], prices: Prices) -> list[Run]:
     """Idle engines take over the half of the fullest ones' requests with the shortest contexts, where that pays."""
-    out: list[Move] = []
+    out: list[Run] = []
     sources = sorted((name for name in able if able[name].running), key=lambda name: -len(able[name].running))
     for helper, source in zip(idle, sources, strict=False):
         running = able[source].running
         free = sorted((r for r in running if running[r].may_move), key=lambda r: running[r].prompt + running[r].tokens)
         chosen = free[: min(len(running) // 2, able[helper].places)]
         if chosen and _pays(running, chosen, prices):
-            out += [Move(helper, request, source) for request in chosen]
+            out += [Run(helper, request, source) for request in chosen]
     return out
 
 
@@ -212,16 +199,22 @@ def _pays(running: Mapping[str, Copy], chosen: Sequence[str], prices: Prices) ->
     return steps * (whole - max(left, moved)) > fill
 
 
-def _lending(able: Mapping[str, Engine], idle: Sequence[str], most: int) -> list[Attach]:
+def lend(engines: Mapping[str, Engine], most: int, busy: Collection[str] = ()) -> list[Attach]:
     """Idle engines lend their drafters to stragglers of their hosts (Algorithm 3), and take them back for work of their
-    own. A drafter draws for any number of engines at once, and has b_max requests of them all."""
+    own. A drafter draws for any number of engines at once.
+
+    Args:
+        most: b_max, requests of one drafter, of all engines together; 0: nothing is lent.
+        busy: engines that lend nothing, as they get requests now.
+    """
     out: list[Attach] = []
     hosts: dict[str, dict[str, Engine]] = {}
-    for name, one in able.items():
-        hosts.setdefault(one.host, {})[name] = one
-    is_idle = set(idle)
+    for name, one in engines.items():
+        if one.version is not None:
+            hosts.setdefault(one.host, {})[name] = one
     for here in hosts.values():
-        lenders = {name: one.method for name, one in here.items() if name in is_idle and one.drafter}
+        idle = {name: one for name, one in here.items() if most and not one.running and name not in busy}
+        lenders = {name: one.method for name, one in idle.items() if one.drafter}
         owners = {request: name for name, one in here.items() for request in one.running}
         held = {
             (request, lender): name
@@ -242,6 +235,48 @@ def _lending(able: Mapping[str, Engine], idle: Sequence[str], most: int) -> list
             own[lender] = (*own.get(lender, ()), request)
         out += _changes(here, wanted)
     return out
+
+
+def assign(
+    acceptance: Mapping[str, float],
+    methods: Sequence[str],
+    workers: Mapping[str, Worker],
+    *,
+    most: int,
+    running: Collection[tuple[str, str]] = (),
+) -> Mapping[tuple[str, str], str]:
+    """Algorithm 3.
+
+    The request with the lowest acceptance is served first: by each method that it lacks and some worker has, on that
+    method's least loaded worker. A method whose workers are full is skipped for this request.
+
+    Args:
+        acceptance: active request -> share of its drafted tokens that was accepted, or what goes with it.
+        methods: candidates, each once, best first.
+        workers: worker -> what it does.
+        most: b_max, requests of a worker, 1 or more.
+        running: (request, method) pairs that are served already, on whatever worker.
+
+    Returns:
+        (request, method) -> the worker that is to serve it. A worker may get no request.
+    """
+    # method -> (load, order, name) of its workers that have places, the least loaded first
+    free: dict[str, list[tuple[int, int, str]]] = {method: [] for method in methods}
+    for order, (name, worker) in enumerate(workers.items()):
+        if worker.load < most and worker.method in free:
+            free[worker.method].append((worker.load, order, name))
+    for heap in free.values():
+        heapq.heapify(heap)
+    pairs: dict[tuple[str, str], str] = {}
+    for request in sorted(acceptance, key=acceptance.__getitem__) if any(free.values()) else ():
+        for method in (method for method in methods if free[method] and (request, method) not in running):
+            load, order, chosen = free[method][0]
+            pairs[request, method] = chosen
+            if load + 1 < most:
+                heapq.heapreplace(free[method], (load + 1, order, chosen))
+            else:
+                heapq.heappop(free[method])
+    return pairs
 
 
 def _changes(able: Mapping[str, Engine], wanted: Mapping[str, Mapping[str, tuple[str, ...]]]) -> list[Attach]:

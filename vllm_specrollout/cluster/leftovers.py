@@ -1,4 +1,4 @@
-"""Leftovers of processes that were killed, removed by whoever begins the next ones: sockets, folders, shared memory.
+"""Leftovers of processes that were killed, removed by whoever begins the next ones: sockets and shared memory.
 
 What has a process id in its name is removed once nobody has that id. Shared memory has none, so a process that has
 some writes down which.
@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import tempfile
 from pathlib import Path
 
 import psutil
 
-SOCKET, WARM, SHARED = "specrollout-drafter-", "specrollout-warm-", "specrollout-shared-"
+SOCKET, SHARED = "specrollout-drafter-", "specrollout-shared-"
 """How names begin, in the folder for temporary files: a process id follows, and a dash."""
 SHM = Path("/dev/shm")
 _SEGMENT = re.compile(r"/dev/shm/(psm_[0-9a-f]+)")
@@ -38,7 +37,7 @@ def note_shared() -> None:
 
 def sweep() -> None:
     """Remove what processes have left that are no more."""
-    for prefix in (SOCKET, WARM, SHARED):
+    for prefix in (SOCKET, SHARED):
         for path in Path(tempfile.gettempdir()).glob(f"{prefix}*-*"):
             pid = path.name.removeprefix(prefix).partition("-")[0]
             if not pid.isdecimal() or psutil.pid_exists(int(pid)):
@@ -47,4 +46,4 @@ def sweep() -> None:
                 for name in path.read_text(encoding="ascii").split() if prefix == SHARED else ():
                     if re.fullmatch("psm_[0-9a-f]+", name):
                         (SHM / name).unlink(missing_ok=True)
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                path.unlink()

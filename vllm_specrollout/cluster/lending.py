@@ -1,6 +1,6 @@
 """Lending between engines that somebody else owns, such as a trainer's: idle ones lend their drafters to stragglers.
 
-It asks engines how they stand, has `ladder.decide` say who drafts for whom, and carries that out, all by calls of
+It asks engines how they stand, has `ladder.lend` say who drafts for whom, and carries that out, all by calls of
 methods of their workers. It never waits for one: an engine that does not answer is left out until it does.
 """
 
@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_specrollout.cluster.ladder import Attach, Copy, Engine, Prices, Rules, decide
+from vllm_specrollout.cluster.ladder import Attach, Copy, Engine, lend
 from vllm_specrollout.config.checks import check_range
 
 logger = logging.getLogger("vllm.specrollout")
@@ -95,7 +95,7 @@ class Lending:
         """How often a drafter was lent to an engine."""
         self._engines: dict[str, _Own] = {}
         self._warm = (drafter, list(devices), dict(drafter_engine or {})) if drafter else None
-        self._rules, self._prices, self._clock = Rules("attach", most), Prices(), clock
+        self._most, self._clock = most, clock
         self._lock, self._ended = threading.RLock(), threading.Event()
         self._thread: threading.Thread | None = None
         self.add(engines)
@@ -173,12 +173,10 @@ class Lending:
             for name, own in self._engines.items():
                 self._hear(name, own)
             stands = {name: own.stands for name, own in self._engines.items()}
-            rules = self._rules if is_lent else Rules()
-            commands = [one for one in decide((), stands, 0, {}, rules, self._prices) if isinstance(one, Attach)]
             # one that was told something since it spoke stands otherwise than it said; and an answer that is on its
             # way would know nothing of what is told now
             fresh = {name for name, own in self._engines.items() if own.is_fresh and own.call is None}
-            for command in commands:
+            for command in lend(stands, self._most if is_lent else 0):
                 if command.engine in fresh:
                     self._attach(command)
             for own in self._engines.values():

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from vllm_specrollout.cluster.messages import Sampling
 from vllm_specrollout.types import MOST_NODES, ROOT, TENTHS, FloatArray, IntArray
 
 LEAST_REACH = 0.05
@@ -118,23 +119,6 @@ class Ask:
     max_tokens: int
     # drawn with the target's noise, not the best ones
     is_drawn: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How a request's tokens are chosen, as far as a drafter follows it."""
-
-    # 0.0: the best token is taken
-    temperature: float
-    top_k: int = 0  # 0: all
-    top_p: float = 1.0
-    min_p: float = 0.0
-    # of its noise; None: nobody else can draw it
-    seed: int | None = None
-
-    @property
-    def has_noise(self) -> bool:
-        return self.seed is not None and self.temperature > 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,16 +12,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 from zlib import crc32
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specrollout._core import Received
+from vllm_specrollout import _core
 from vllm_specrollout.cluster.child import DrafterProcess, DrafterProcessError
-from vllm_specrollout.cluster.line import Sampling
+from vllm_specrollout.cluster.mail import Box
 from vllm_specrollout.cluster.messages import (
     MOST_BYTES,
     MOST_REQUESTS,
@@ -29,11 +29,12 @@ from vllm_specrollout.cluster.messages import (
     Bye,
     Drafted,
     Hello,
-    Message,
     Opened,
+    Sampling,
     Told,
+    Work,
 )
-from vllm_specrollout.types import DraftLimits, FloatArray, IntArray, RequestBatch, RequestView
+from vllm_specrollout.types import DraftLimits, IntArray, RequestBatch, RequestView, TreeBatch
 
 logger = logging.getLogger("vllm.specrollout")
 
@@ -46,18 +47,6 @@ _FIRST_PATIENCE_S, _MOST_PATIENCE_S = 1.0, 64.0
 _MOST_OPENED = MOST_BYTES // 8  # tokens of the requests that one message opens
 _check_opened = msgspec.msgpack.Decoder(Opened).decode
 _pack = msgspec.msgpack.Encoder().encode
-
-
-class Mail(Protocol):
-    """An engine's end; `mail.Box` is one."""
-
-    address: str
-
-    def receive(self) -> Iterable[Message]: ...
-
-    def send(self, message: Message) -> bool: ...
-
-    def close(self) -> None: ...
 
 
 SamplingOf = Callable[[str], Sampling]
@@ -78,28 +67,8 @@ class Score:
     def __add__(self, other: Score) -> Score:
         return Score(self.tried + other.tried, self.matched + other.matched, self.covered + other.covered)
 
-
-@dataclass(frozen=True, slots=True)
-class Beat:
-    """What a drafter did in a second or so."""
-
-    busy_ms: float = 0.0
-    passes: int = 0
-    # summed over passes: requests in them
-    streams: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Fitting:
-    """What of the trees that came may be verified next, over the requests of a batch."""
-
-    # [R + 1]
-    node_start: IntArray
-    # [N] tokens; index of the parent within the tree, -1: depth 1; log probability; 1: first choice behind its parent
-    token_ids: IntArray
-    parents: IntArray
-    log_q: FloatArray
-    is_first: IntArray
+    def __sub__(self, other: Score) -> Score:
+        return Score(self.tried - other.tried, self.matched - other.matched, self.covered - other.covered)
 
 
 @dataclass(slots=True)
@@ -112,8 +81,10 @@ class LinkCounts:
     nodes: int = 0  # proposed
     unfit: int = 0  # requests that no message can say
     malformed: int = 0  # messages with trees that are none
-    wasted: int = 0  # tokens behind misses, by the drafter's own word
+    # by the drafter's own word: tokens of streams, and behind misses; seconds of work
     drafted: int = 0
+    wasted: int = 0
+    busy_s: float = 0.0
     over: Score = Score()  # of requests that are over
 
 
@@ -144,7 +115,7 @@ class Link:
     def __init__(
         self,
         name: str,
-        mail: Mail,
+        mail: Box,
         sampling: SamplingOf,
         *,
         window: int,
@@ -166,29 +137,25 @@ class Link:
         self.counts = LinkCounts()
         self.open: dict[str, Following] = {}
         """By the engine's names."""
-        self.busy_s = 0.0
         self.model, self.device = "", ""
         """What drafts there, and on what, by the drafter's own word."""
-        self.beats: deque[Beat] = deque(maxlen=_BEATS)
-        """What the drafter did, newest last."""
+        self.beats: deque[Work] = deque(maxlen=_BEATS)
+        """What the drafter did, each in a second or so; the newest last."""
         self._mail, self._sampling, self._vocab_size, self._clock = mail, sampling, vocab_size, clock
-        self._received = Received()
+        self._received = _core.Received()
         self._closed: list[int] = []
+        # how drafts fared in requests that are over, as it was asked last
+        self._asked = Score()
         # requests that run, and that no message can say
         self._unfit: set[str] = set()
         self._next_handle = 1
         # when the drafter was told something that it has not answered yet
         self._told_at: float | None = None
-        self._beat, self._beat_at = Beat(), clock()
+        self._beat, self._beat_at = Work(), clock()
         # when it is greeted again
         self._greet_at, self._patience_s = 0.0, _FIRST_PATIENCE_S
 
     # --- the drafter -------------------------------------------------------------------------------------------------
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds that the engine waited for its process to end or to begin; mail is never waited for."""
-        return 0.0 if self.process is None else self.process.waited_s
 
     def greet(self) -> None:
         """Say that the engine is here; the drafter says the same once it is ready."""
@@ -266,17 +233,22 @@ class Link:
             self._share, self._sharers = place, sharers
             self.restrict(self.only)
 
-    def propose(self, batch: RequestBatch, texts: list[IntArray], limits: DraftLimits, wanted: IntArray) -> Fitting:
+    def propose(
+        self, batch: RequestBatch, texts: list[IntArray], limits: DraftLimits, wanted: IntArray, source: int
+    ) -> TreeBatch:
         """Tell the drafter how the requests stand; what of its drafts may be verified next.
 
         Args:
             texts: [R] tokens of each request.
             wanted: [R] int32: most nodes.
+            source: of first choices; the choices beside them count as the next one's.
         """
         handles = self._tell(batch, texts)
-        fitting = Fitting(*self._received.fit(handles, texts, wanted, limits.max_depth, limits.is_chain))
-        self.counts.nodes += len(fitting.token_ids)
-        return fitting
+        fitting = self._received.fit(handles, texts, wanted, limits.max_depth, limits.is_chain)
+        node_start, token_ids, parents, log_q, is_first = fitting
+        self.counts.nodes += len(token_ids)
+        depth = _core.depths(node_start, parents, batch.size)
+        return TreeBatch(batch.request_ids, node_start, token_ids, parents, log_q, source + 1 - is_first, depth)
 
     def forget(self, request_id: str) -> None:
         """The request is over, or drafted for elsewhere."""
@@ -295,6 +267,11 @@ class Link:
         """How its drafts fared, in requests that run and in those that are over."""
         return sum((Score(*self._received.score(one.handle)) for one in self.open.values()), self.counts.over)
 
+    def new_score(self) -> Score:
+        """How its drafts fared in requests that are over since this was asked last."""
+        before, self._asked = self._asked, self.counts.over
+        return self._asked - before
+
     def state(self) -> dict[str, Any]:
         """In plain JSON types."""
         process, counts = self.process, self.counts
@@ -307,8 +284,6 @@ class Link:
             "request_ids": None if self.only is None else sorted(self.only),
             "process": None if process is None else {"pid": process.pid, "restarts": process.restarts},
             **{name: value for name, value in asdict(counts).items() if name != "over"},
-            "busy_s": self.busy_s,
-            "waited_s": self.waited_s,
             **asdict(self.score),
             "requests": {
                 request_id: {"name": following.name, **asdict(Score(*self._received.score(following.handle)))}
@@ -364,38 +339,22 @@ class Link:
 
     def _open(self, view: RequestView) -> Opened | None:
         """None: no message can say it."""
-        sampling = self._sampling(view.request_id)
+        tokens = view.token_ids.astype(np.int32, copy=False).tobytes()
+        how, most = self._sampling(view.request_id), view.max_new_tokens
         try:
-            opened = Opened(
-                self._next_handle,
-                view.token_ids.astype(np.int32, copy=False).tobytes(),
-                view.num_prompt_tokens,
-                sampling.seed,
-                sampling.temperature,
-                sampling.top_k,
-                sampling.top_p,
-                sampling.min_p,
-                view.max_new_tokens,
-                self.window,
+            return _check_opened(
+                _pack(Opened(self._next_handle, tokens, view.num_prompt_tokens, how, most, self.window))
             )
-            return _check_opened(_pack(opened))
         except (msgspec.MsgspecError, OverflowError):
             return None
 
     # --- what it says ------------------------------------------------------------------------------------------------
 
-    def _put(self, message: Drafted) -> None:
-        counts = self.counts
+    def _put(self, own: Drafted) -> None:
+        counts, index = self.counts, (own.handles, own.positions, own.node_start)
         try:
             counts.trees += self._received.put(
-                message.handles,
-                message.positions,
-                message.node_start,
-                message.token_ids,
-                message.parents,
-                message.ranks,
-                message.log_q,
-                self._vocab_size,
+                *index, own.token_ids, own.parents, own.ranks, own.log_q, self._vocab_size
             )
         except ValueError as error:
             if not counts.malformed:
@@ -404,15 +363,14 @@ class Link:
 
     def _note(self, message: Drafted) -> None:
         """What the drafter did."""
-        self.counts.drafted += message.drafted
-        self.counts.wasted += message.wasted
-        self.busy_s += message.busy_ms / 1e3
-        beat, now = self._beat, self._clock()
-        beat = Beat(beat.busy_ms + message.busy_ms, beat.passes + message.passes, beat.streams + message.streams)
+        counts, work, now = self.counts, message.work, self._clock()
+        counts.drafted += work.drafted
+        counts.wasted += work.wasted
+        counts.busy_s += work.busy_ms / 1e3
+        self._beat += work
         if now - self._beat_at >= _BEAT_S:
-            self.beats.append(beat)
-            beat, self._beat_at = Beat(), now
-        self._beat = beat
+            self.beats.append(self._beat)
+            self._beat, self._beat_at = Work(), now
 
     def _greeted(self, hello: Hello) -> None:
         # it has begun anew, or was greeted; what it was told before is closed, if it still knows it, and opened again

@@ -87,47 +87,107 @@ def parse(text: str) -> Address:
     return Address(f"tcp://{host}:{match[2]}", None, host, int(match[2]))
 
 
-class Office:
-    """The end that serves.
+class _MailEnd:
+    """A socket, what reads it, and a context of its own, so that nobody's last words wait for another's.
 
     Args:
-        address: ipc://PATH or tcp://HOST:PORT; port 0 is any free one.
+        address: ipc://PATH or tcp://HOST:PORT, as of the class.
         read: what bytes say; by default, between an engine and a drafter.
-        key_file: of tcp; made where it is not there. Empty: as the variable says.
-        is_brief: whether two messages of each engine wait to be heard, at most.
+        key_file: of tcp; empty: as the variable says.
+        is_brief: whether next to nothing is queued, as of the class.
+    """
+
+    _kind = zmq.DEALER
+
+    def __init__(
+        self, address: str, read: Callable[[bytes], Any] = decode, key_file: str = "", is_brief: bool = False
+    ) -> None:
+        where = parse(address)
+        self.malformed = self.dropped = 0
+        """Messages that were none, and that could not be sent."""
+        self._read = read
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        _contexts.add(self._context)
+        try:
+            made = self._socket = self._context.socket(self._kind)
+            made.linger = 0
+            made.sndhwm = made.rcvhwm = HIGH_WATER
+            # longer ones end the connection before memory is taken for them
+            made.maxmsgsize = MOST_BYTES + _ENCRYPTED
+            made.ipv6 = "[" in where.host
+            self._open(where, key_file, is_brief=is_brief)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, where: Address, key_file: str, *, is_brief: bool) -> None:
+        raise NotImplementedError
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until something has come."""
+        return bool(self._socket.poll(math.ceil(timeout_s * 1e3), zmq.POLLIN))
+
+    def close(self) -> None:
+        """Its sockets, and its context. A second time it does nothing."""
+        if self._context in _contexts:
+            self._context.destroy(linger=_LINGER_MS)
+            _contexts.discard(self._context)
+
+    def _take(self, frames: list[bytes]) -> Any:
+        """What came, if it is a message; what is none is counted, and said once."""
+        try:
+            if len(frames) != 1:
+                raise MessageError(f"a message came in {len(frames)} parts, not 1")
+            return self._read(frames[0])
+        except MessageError as error:
+            if not self.malformed:
+                logger.warning("a message was dropped, and others like it will be without a word: %s", error)
+            self.malformed += 1
+            return None
+
+    def _sent(self, data: bytes, engine: bytes = b"") -> bool:
+        try:
+            if engine:
+                self._socket.send(engine, zmq.NOBLOCK | zmq.SNDMORE)
+            self._socket.send(data, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+            self.dropped += 1
+            return False
+        return True
+
+
+class Office(_MailEnd):
+    """The end that serves; port 0 is any free one. A key file that is not there is made. Where it is brief, two
+    messages of each engine wait to be heard, at most.
 
     Raises:
         ConfigError: no such address, or no key.
         MailError: it is in use, or not this host's.
     """
 
-    def __init__(
-        self, address: str, read: Callable[[bytes], Any] = decode, key_file: str = "", is_brief: bool = False
-    ) -> None:
-        where = parse(address)
-        self._read = read
+    _kind = zmq.ROUTER
+    _file: tuple[Path, os.stat_result] | None = None
+
+    def _open(self, where: Address, key_file: str, *, is_brief: bool) -> None:
+        own = self._socket
+        # only those get in who know the key; ipc has its file's owner
         if where.path is not None:
             _claim(where.path)
-        # only those get in who know it; ipc has its file's owner
-        key = "" if where.path is not None else key_of("--key-file", key_file, makes=True)
-        self.malformed = self.dropped = 0
-        """Messages that were none, and that could not be sent."""
-        self._file: tuple[Path, os.stat_result] | None = None
-        self._context = _begun()
+        else:
+            key = key_of("--key-file", key_file, makes=True)
+            own.curve_server, own.curve_secretkey = True, z85.encode(bytes.fromhex(key))
+        if is_brief:
+            # not of what is sent: ZeroMQ hears late that a message has left, and an answer would be refused
+            own.rcvhwm = 2
+        own.router_mandatory = True  # a full queue and an engine that is gone are errors, not silence
         try:
-            self._socket = _socket(self._context, zmq.ROUTER, where)
-            if is_brief:
-                # not of what is sent: ZeroMQ hears late that a message has left, and an answer would be refused
-                self._socket.rcvhwm = 2
-            self._socket.router_mandatory = True  # a full queue and an engine that is gone are errors, not silence
-            if key:
-                self._socket.curve_server = True
-                self._socket.curve_secretkey = z85.encode(bytes.fromhex(key))
-            _bind(self._socket, where)
-        except BaseException:
-            self.close()
-            raise
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            own.bind(where.endpoint)
+        except zmq.ZMQError as error:
+            cause = f"`{where.endpoint}` cannot be served: {error.strerror}"
+            raise MailError(cause, "choose an address of this host that is free") from None
+        self.address = own.getsockopt_string(zmq.LAST_ENDPOINT)
         """Where engines post; an open host is this one's name."""
         if where.host in ("*", "0.0.0.0", "[::]"):
             self.address = f"tcp://{socket.gethostname()}:{self.address.rpartition(':')[2]}"
@@ -142,19 +202,15 @@ class Office:
                 name, *rest = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            if (message := _read(self, rest)) is not None:
+            if (message := self._take(rest)) is not None:
                 yield name, message
 
     def send(self, engine: bytes, message: Struct) -> bool:
         """False: it is gone, or does not keep up; nothing was sent."""
-        return _sent(self, [engine, encode(message)])
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until something has come."""
-        return bool(self._socket.poll(math.ceil(timeout_s * 1e3), zmq.POLLIN))
+        return self._sent(encode(message), engine)
 
     def close(self) -> None:
-        _end(self._context)
+        super().close()
         if self._file is not None:
             path, status = self._file
             with contextlib.suppress(FileNotFoundError):
@@ -164,49 +220,32 @@ class Office:
             self._file = None
 
 
-class Box:
-    """An engine's end. A drafter that is not there yet, or begun anew, is found whenever it comes.
-
-    Args:
-        address: of the drafter.
-        read: what bytes say; by default, between an engine and a drafter.
-        key_file: of tcp; empty: as the variable says.
-        is_brief: whether one message is queued at most, and only while the other end is there.
+class Box(_MailEnd):
+    """An engine's end. A drafter that is not there yet, or begun anew, is found whenever it comes. Where it is brief,
+    one message is queued at most, and only while the other end is there.
 
     Raises:
         ConfigError: no such address, or no key for one of tcp.
     """
 
-    def __init__(
-        self, address: str, read: Callable[[bytes], Any] = decode, key_file: str = "", is_brief: bool = False
-    ) -> None:
-        where = parse(address)
-        self._read = read
-        if where.path is None and (where.host == "*" or not where.port):
-            cause = f"`{where.endpoint}` names no end to connect to"
-            raise ConfigError(cause, "only a drafter may leave host (`*`) or port (0) open")
-        self.address = where.endpoint
-        key = "" if where.path is not None else key_of("key_file", key_file)
-        self.malformed = self.dropped = 0
-        self._context = _begun()
+    def _open(self, where: Address, key_file: str, *, is_brief: bool) -> None:
+        own, self.address = self._socket, where.endpoint
+        own.reconnect_ivl, own.reconnect_ivl_max = _RECONNECT_MS, _MOST_RECONNECT_MS
+        if is_brief:
+            own.sndhwm, own.immediate = 1, True
+        if where.path is None:
+            if where.host == "*" or not where.port:
+                cause = f"`{where.endpoint}` names no end to connect to"
+                raise ConfigError(cause, "only a drafter may leave host (`*`) or port (0) open")
+            # what it is asked for is the key of the other end; its own says nothing
+            key = key_of("key_file", key_file)
+            own.curve_publickey, own.curve_secretkey = zmq.curve_keypair()
+            own.curve_serverkey = zmq.curve_public(z85.encode(bytes.fromhex(key)))
         try:
-            self._socket = _socket(self._context, zmq.DEALER, where)
-            self._socket.reconnect_ivl, self._socket.reconnect_ivl_max = _RECONNECT_MS, _MOST_RECONNECT_MS
-            if is_brief:
-                self._socket.sndhwm, self._socket.immediate = 1, True
-            if key:
-                # what it is asked for is the key of the other end; its own says nothing
-                own = zmq.curve_keypair()
-                self._socket.curve_publickey, self._socket.curve_secretkey = own
-                self._socket.curve_serverkey = zmq.curve_public(z85.encode(bytes.fromhex(key)))
-            self._socket.connect(where.endpoint)
+            own.connect(where.endpoint)
         except zmq.ZMQError as error:
-            self.close()
             cause = f"`{where.endpoint}` cannot be reached: {error.strerror}"
             raise ConfigError(cause, "give an address at which a drafter serves") from None
-        except BaseException:
-            self.close()
-            raise
 
     def receive(self) -> Iterator[Any]:
         """What has come, in order."""
@@ -215,23 +254,16 @@ class Box:
             events = zmq.backend.Socket.get(self._socket, zmq.EVENTS)
             if not int(events) & _IN:
                 return
-            if (message := _read(self, [self._socket.recv(zmq.NOBLOCK)])) is not None:
+            if (message := self._take([self._socket.recv(zmq.NOBLOCK)])) is not None:
                 yield message
 
     def send(self, message: Struct) -> bool:
         """False: the drafter does not keep up; nothing was sent."""
-        return _sent(self, encode(message))
+        return self._sent(encode(message))
 
     def has_room(self, timeout_s: float) -> bool:
         """Wait until a message could be sent."""
         return bool(self._socket.poll(math.ceil(timeout_s * 1e3), zmq.POLLOUT))
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until something has come."""
-        return bool(self._socket.poll(math.ceil(timeout_s * 1e3), zmq.POLLIN))
-
-    def close(self) -> None:
-        _end(self._context)
 
 
 def reach() -> str:
@@ -260,64 +292,6 @@ def check_served(address: str) -> None:
         except OSError as error:
             cause = f"nobody serves at `{where.endpoint}`: {error.strerror or error}"
             raise MailError(cause, "start `specrollout drafter MODEL --listen ADDRESS`") from None
-
-
-def _begun() -> zmq.Context[zmq.Socket[bytes]]:
-    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    _contexts.add(made)
-    return made
-
-
-def _end(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """Close its sockets, and end it. A second time it does nothing."""
-    if context in _contexts:
-        context.destroy(linger=_LINGER_MS)
-        _contexts.discard(context)
-
-
-def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, where: Address) -> zmq.Socket[bytes]:
-    made = context.socket(kind)
-    made.linger = 0
-    made.sndhwm = made.rcvhwm = HIGH_WATER
-    # longer ones end the connection before memory is taken for them
-    made.maxmsgsize = MOST_BYTES + _ENCRYPTED
-    made.ipv6 = "[" in where.host
-    return made
-
-
-def _bind(made: zmq.Socket[bytes], where: Address) -> None:
-    try:
-        made.bind(where.endpoint)
-    except zmq.ZMQError as error:
-        cause = f"`{where.endpoint}` cannot be served: {error.strerror}"
-        raise MailError(cause, "choose an address of this host that is free") from None
-
-
-def _read(end: Office | Box, frames: list[bytes]) -> Any:
-    """What came, if it is a message; what is none is counted, and said once."""
-    try:
-        if len(frames) != 1:
-            raise MessageError(f"a message came in {len(frames)} parts, not 1")
-        return end._read(frames[0])
-    except MessageError as error:
-        if not end.malformed:
-            logger.warning("a message was dropped, and others like it will be without a word: %s", error)
-        end.malformed += 1
-        return None
-
-
-def _sent(end: Office | Box, data: bytes | list[bytes]) -> bool:
-    try:
-        if isinstance(data, bytes):
-            end._socket.send(data, zmq.NOBLOCK)
-        else:
-            end._socket.send_multipart(data, zmq.NOBLOCK)
-    except zmq.ZMQError as error:
-        if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
-            raise
-        end.dropped += 1
-        return False
-    return True
 
 
 def _claim(path: Path) -> None:

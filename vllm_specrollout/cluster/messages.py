@@ -10,7 +10,8 @@ shares says `Rest`, and hears the same once it is so.
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,7 +21,7 @@ from msgspec import Meta, Struct
 from vllm_specrollout.errors import SpecRolloutError
 from vllm_specrollout.types import IntArray
 
-VERSION = 5
+VERSION = 6
 MOST_REQUESTS = 4096
 """Requests in one message."""
 MOST_TOKENS = 1 << 20
@@ -28,6 +29,7 @@ MOST_TOKENS = 1 << 20
 MOST_TREE = 1 << 18
 """Nodes in one message: 64 for each of its requests."""
 
+_Array = TypeVar("_Array", IntArray, npt.NDArray[np.int64])
 _Count = Annotated[int, Meta(ge=0, lt=1 << 32)]
 _Handle = Annotated[int, Meta(ge=1, lt=1 << 62)]
 _Window = Annotated[int, Meta(ge=1, le=64)]
@@ -62,17 +64,28 @@ class Hello(Struct, frozen=True, array_like=True, tag="hello"):
     device: _Text = ""
 
 
+class Sampling(Struct, frozen=True, array_like=True):
+    """How a request's tokens are chosen, as far as a drafter follows it."""
+
+    temperature: Annotated[float, Meta(ge=0.0, le=1e4)]  # 0: the best token is taken
+    top_k: _Count = 0  # 0: all
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    min_p: _Share = 0.0
+    # of its noise; None: nobody else can draw it
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+
+    @property
+    def has_noise(self) -> bool:
+        return self.seed is not None and self.temperature > 0.0
+
+
 class Opened(Struct, frozen=True, array_like=True, tag="opened"):
     """An engine: draft for this request from now on."""
 
     handle: _Handle  # the engine's name for it, never given out twice
     token_ids: _Tokens  # int32: prompt, and answer so far
     prompt_tokens: _Count
-    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None  # of its noise; None: it has none that is known
-    temperature: Annotated[float, Meta(ge=0.0, le=1e4)]  # 0: greedy
-    top_k: _Count  # 0: all
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)]
-    min_p: _Share
+    sampling: Sampling
     max_tokens: _Count  # that it may still get
     window: _Window
 
@@ -89,6 +102,33 @@ class Told(Struct, frozen=True, array_like=True, tag="told"):
     window: _Window  # of all of these from now on
 
 
+class Work(Struct, frozen=True, array_like=True):
+    """What a drafter did for an engine in a while."""
+
+    busy_ms: _Ms = 0.0  # for all its engines
+    passes: _Count = 0
+    streams: _Count = 0  # summed over passes: requests in them
+    # tokens of this engine's requests: of streams, and of these behind misses
+    drafted: _Count = 0
+    wasted: _Count = 0
+
+    def __add__(self, other: Work) -> Work:
+        busy_ms, passes, streams = (
+            self.busy_ms + other.busy_ms,
+            self.passes + other.passes,
+            self.streams + other.streams,
+        )
+        return Work(busy_ms, passes, streams, self.drafted + other.drafted, self.wasted + other.wasted)
+
+    def __sub__(self, other: Work) -> Work:
+        busy_ms, passes, streams = (
+            self.busy_ms - other.busy_ms,
+            self.passes - other.passes,
+            self.streams - other.streams,
+        )
+        return Work(busy_ms, passes, streams, self.drafted - other.drafted, self.wasted - other.wasted)
+
+
 class Drafted(Struct, frozen=True, array_like=True, tag="drafted"):
     """A drafter, each pass: the whole trees of requests for which there is something new, and the pass's work."""
 
@@ -99,12 +139,7 @@ class Drafted(Struct, frozen=True, array_like=True, tag="drafted"):
     parents: _Nodes  # [nodes] int32: index within the tree of the parent, which comes before; -1: depth 1
     ranks: Annotated[bytes, Meta(max_length=MOST_TREE)]  # [nodes] uint8: place among the parent's choices, best first
     log_q: _Nodes  # [nodes] float32: log of the probability that it is accepted where its parent is; at most 0
-    # since the last one: milliseconds of work; passes, requests in them, and tokens drafted; wasted behind misses
-    busy_ms: _Ms = 0.0
-    passes: _Count = 0
-    streams: _Count = 0
-    drafted: _Count = 0
-    wasted: _Count = 0
+    work: Work = Work()  # since the last one
 
 
 class Bye(Struct, frozen=True, array_like=True, tag="bye"):
@@ -152,31 +187,24 @@ def decode(data: bytes) -> Message:
 
 
 def _check_told(told: Told) -> None:
-    _check_arrays(told, {"handles": 8, "counts": 4})
-    _check_arrays(told, {"closed": 8})
-    _check_arrays(told, {"token_ids": 4})
-    for one in told.opened:
-        _check_arrays(one, {"token_ids": 4})
-    counts, tokens = ints(told.counts), ints(told.token_ids)
+    handles, counts = _array(told, "handles", longs), _array(told, "counts", ints)
+    _array(told, "closed", longs)
+    tokens, each = _array(told, "token_ids", ints), [_array(one, "token_ids", ints) for one in told.opened]
+    if len(handles) != len(counts):
+        raise MessageError("a message has arrays of other lengths: handles, counts")
     if (counts < 1).any() or int(counts.sum(dtype=np.int64)) != len(tokens):
         raise MessageError(f"a message brings {len(tokens)} tokens, and counts others")
-    each = [ints(one.token_ids) for one in told.opened]
     if any(not 0 < one.prompt_tokens <= len(own) for one, own in zip(told.opened, each, strict=True)):
         raise MessageError("a message opens a request without a prompt")
     if any(len(own) and own.min() < 0 for own in (*each, tokens)):
         raise MessageError("a message has a token below 0")
 
 
-def _check_arrays(message: Told | Opened, sizes: dict[str, int]) -> None:
-    """Arrays of one length."""
-    lengths = set()
-    for name, size in sizes.items():
-        data = getattr(message, name)
-        if len(data) % size:
-            raise MessageError(f"a message has {len(data)} bytes of `{name}`, no multiple of {size}")
-        lengths.add(len(data) // size)
-    if len(lengths) > 1:
-        raise MessageError(f"a message has arrays of other lengths: {', '.join(sizes)}")
+def _array(message: Told | Opened, name: str, read: Callable[[bytes], _Array]) -> _Array:
+    try:
+        return read(getattr(message, name))
+    except ValueError as error:
+        raise MessageError(f"a message has half a number in `{name}`: {error}") from None
 
 
 def longs(data: bytes) -> npt.NDArray[np.int64]:

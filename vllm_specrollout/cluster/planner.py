@@ -6,22 +6,21 @@ Source: SpecActor, section 4.1, Algorithm 1. What a plan yields comes from rates
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_specrollout.cluster.profiles import DrafterProfile
+from vllm_specrollout.cluster.profiles import DrafterProfile, best_known
 from vllm_specrollout.cluster.rates import AffineTime, Mode, coupled_rate, coupled_tokens, plain_rate, shared_stream
 from vllm_specrollout.config.checks import check_range
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.types import MOST_NODES
 
 WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Windows that are looked at, as long as they gain."""
+"""Windows that are looked at."""
 WORTH = 1.1
 """Of what engines have: what an estimate has to be before a group lends drafters by it; estimates err by less."""
 _BEYOND = 2
 """A verifier that never waits has use for windows beyond the paper's bound, which it overtakes before they arrive."""
-_PATIENCE = 2  # longer windows in a row that gain nothing, after which no more are looked at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,11 +109,9 @@ def choose_ladder(profiles: Sequence[DrafterProfile]) -> tuple[str, tuple[str, .
     """(ladder, models) of a group, by what is known of drafters: the draft ladder, its best first.
 
     A straggler decodes alone in the end, so a drafter is worth what it gains at batch 1, as in SpecActor's initial
-    selection (section 4.3). Where none gains `WORTH`, requests are moved, and nothing is drafted elsewhere. Of a
-    drafter that several engines know, the profile counts that rests on most positions.
+    selection (section 4.3). Where none gains `WORTH`, requests are moved, and nothing is drafted elsewhere.
     """
-    best = {one.drafter: one for one in sorted(profiles, key=lambda one: one.positions)}
-    gains = {model: plan_engine(one, 1)[0].gain for model, one in best.items()}
+    gains = {model: plan_engine(one, 1)[0].gain for model, one in best_known(profiles).items()}
     models = sorted((model for model, gain in gains.items() if gain >= WORTH), key=lambda model: -gains[model])
     return ("attach", tuple(models)) if models else ("move", ())
 
@@ -142,22 +139,16 @@ def _best(
         return 0, 1.0, plain, plain / has
     if mode is Mode.OWN and own is not None:
         return 0, own.tokens, has, 1.0
-    best, since = (0, 1.0, 0.0), 0
-    for window in _windows(mode, draft, verify, limit):
+    if mode is Mode.DECOUPLED:
+        limit = min(limit, _BEYOND * largest_window(draft, verify, limit))
+    found = []
+    for window in sorted({window for window in WINDOWS if window < limit} | {limit}):
         if mode is Mode.COUPLED:
             tokens = coupled_tokens(profile.match, window)
             rate = coupled_rate(draft, verify, share, window, profile.match)
         else:
             stream = shared_stream(draft, verify, share, window, profile.match)
             tokens, rate = stream.tokens, stream.rate
-        since = 0 if rate > best[2] else since + 1
-        best = (window, tokens, rate) if rate > best[2] else best
-        if since == _PATIENCE:
-            break
-    return *best, best[2] / has
-
-
-def _windows(mode: Mode, draft: AffineTime, verify: AffineTime, limit: int) -> Iterator[int]:
-    if mode is Mode.DECOUPLED:
-        limit = min(limit, _BEYOND * largest_window(draft, verify, limit))
-    return iter(sorted({window for window in WINDOWS if window < limit} | {limit}))
+        found.append((window, tokens, rate))
+    window, tokens, rate = max(found, key=lambda one: one[2])
+    return window, tokens, rate, rate / has

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
-from itertools import islice
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from vllm_specrollout.budgets.profile import ProfileKey, digest, folder, read_file, write
 from vllm_specrollout.budgets.step_cost import StepCost
-from vllm_specrollout.cluster.link import Beat, Link, Score
+from vllm_specrollout.cluster.link import Link
+from vllm_specrollout.cluster.messages import Work
 from vllm_specrollout.cluster.rates import AffineTime
-from vllm_specrollout.config.checks import check_range
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.types import StepRecord, StepTiming
@@ -38,8 +38,8 @@ _STEPS = 64  # of the last ones the mean number of drafts is taken
 class OwnDrafts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What an engine drafts with by itself, as history and n-grams, and what that brings: per request and step."""
 
-    tokens: float
-    drafts: float
+    tokens: Annotated[float, Meta(ge=1.0)]
+    drafts: Annotated[float, Meta(ge=0.0)]
 
 
 class DrafterProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,9 +47,9 @@ class DrafterProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     # D(b) of one device, and V(b, w) by the target's ranks
     draft: AffineTime
-    verify: dict[int, AffineTime]
+    verify: Annotated[dict[Annotated[int, Meta(ge=1)], AffineTime], Meta(min_length=1)]
     # p: share of positions at which the token was the drafter's first choice, and how many were looked at
-    match: float
+    match: Annotated[float, Meta(ge=0.0, le=1.0)]
     positions: int = 0
     # None: it is not known
     own: OwnDrafts | None = None
@@ -65,42 +65,29 @@ class DrafterProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Raises:
             ConfigError: what it says cannot be.
         """
-        check_range("match", self.match, 0.0, 1.0)
-        if not self.verify:
-            raise ConfigError("a profile says nothing of a verifier", 'give "verify": {"1": TIME}')
         for devices, time in self.verify.items():
-            if devices < 1 or time.ms(1) <= 0.0:
-                raise ConfigError(
-                    f"a verifier on {devices} devices takes {time.ms(1)} ms a step", "measure it on 1 device or more"
-                )
-        if self.own is not None and (self.own.tokens < 1.0 or self.own.drafts < 0.0):
-            raise ConfigError(
-                f"`own` has {self.own.tokens} tokens a step by {self.own.drafts} drafts", "give 1 or more, by 0 or more"
-            )
-
-
-class Elsewhere(Protocol):
-    """The drafters of an engine; `drafters.decoupled.DecoupledDrafter` is one."""
-
-    links: dict[str, Link]
+            if time.ms(1) <= 0.0:
+                raise ConfigError(f"a verifier on {devices} devices takes no time", "measure it on 1 device or more")
 
 
 class Learning(Listener):
     """Learns D, V and matches of the drafters elsewhere, as an engine's steps go by; and what it has without them.
 
     Args:
+        links: of the engine, as they come and go.
         keep: told of a profile whenever it rests on twice as many positions as the last one.
     """
 
-    def __init__(self, elsewhere: Elsewhere, keep: Callable[[DrafterProfile], None] = lambda profile: None) -> None:
-        self._elsewhere, self._keep, self._cost = elsewhere, keep, StepCost()
+    def __init__(
+        self, links: Mapping[str, Link], keep: Callable[[DrafterProfile], None] = lambda profile: None
+    ) -> None:
+        self._links, self._keep, self._cost = links, keep, StepCost()
         # requests and draft nodes of each of the last steps
         self._last: deque[tuple[int, int]] = deque(maxlen=_STEPS)
-        # model -> positions, and those at which its first choice was right, of all links that it has had: one that is
-        # lent has a new link each time
+        # those that there were in the last step: one that is lent has a new link each time
+        self._before: list[Link] = []
+        # model -> positions, and those at which its first choice was right, of all links that it has had
         self._scores: dict[str, tuple[int, int]] = {}
-        # link -> itself, and its score as it was looked at last
-        self._taken: dict[str, tuple[Link, Score]] = {}
         # model -> positions at all, and at which it is kept next
         self._seen: dict[str, int] = {}
         self._due: dict[str, int] = {}
@@ -119,56 +106,39 @@ class Learning(Listener):
             return
         self._cost.observe(timing)
         self._last.append((timing.batch, timing.nodes))
-        if not any(link.open for link in self._elsewhere.links.values()):
+        if not any(link.open for link in self._links.values()):
             half = 2 if self._own[0] > MOST else 1
             new = timing.batch, timing.tokens, timing.nodes
             self._own = tuple(old // half + more for old, more in zip(self._own, new, strict=True))  # type: ignore[assignment]
-        for link in self._links():
+        # of those that have gone since, requests ended as they went
+        for link in dict.fromkeys([*self._before, *self._links.values()]):
             self._take(link)
             seen = self._seen.get(link.model, 0)
             if seen >= self._due.get(link.model, LEAST) and (found := self.profile(link)) is not None:
                 self._due[link.model] = 2 * seen
                 self._keep(found)
-
-    def _links(self) -> list[Link]:
-        """Those that are there, and those that have gone since the last step: their requests ended as they went."""
-        there = self._elsewhere.links
-        return [*(one for one, _ in self._taken.values() if there.get(one.name) is not one), *there.values()]
+        self._before = list(self._links.values())
 
     def _take(self, link: Link) -> None:
         """Its positions since it was looked at last."""
-        before, old = self._taken.get(link.name, (link, Score()))
-        score = link.counts.over
-        tried, matched = score.tried, score.matched
-        if before is link:
-            tried, matched = tried - old.tried, matched - old.matched
-        self._taken[link.name] = link, score
-        if tried > 0 and link.model:
-            self._seen[link.model] = self._seen.get(link.model, 0) + tried
-            one, other = self._scores.get(link.model, (0, 0))
-            half = 2 if one > MOST else 1
-            self._scores[link.model] = one // half + tried, other // half + matched
-
-    def lines(self, link: Link) -> tuple[AffineTime, AffineTime] | None:
-        """D and V of a drafter at the batch that runs; None: it drafted nothing yet, or there was no step."""
-        draft = draft_line(link.beats)
-        if draft is None or not self._cost.is_known:
-            return None
-        steps = sum(batch for batch, _ in self._last)
-        drafts = sum(nodes for _, nodes in self._last) / steps if steps else 0.0
-        batch = max((batch for batch, _ in self._last), default=1)
-        return draft, line_at(self._cost, max(batch, len(link.open)), drafts)
+        new = link.new_score()
+        if new.tried and link.model:
+            self._seen[link.model] = self._seen.get(link.model, 0) + new.tried
+            tried, matched = self._scores.get(link.model, (0, 0))
+            half = 2 if tried > MOST else 1
+            self._scores[link.model] = tried // half + new.tried, matched // half + new.matched
 
     def profile(self, link: Link) -> DrafterProfile | None:
-        """What is known of a drafter; None: nothing yet."""
-        lines = self.lines(link)
+        """What is known of a drafter, at the batch that runs; None: nothing yet."""
         self._take(link)
-        tried, matched = self._scores.get(link.model, (0, 0))
-        if lines is None or not tried:
+        draft, (tried, matched) = draft_line(link.beats), self._scores.get(link.model, (0, 0))
+        if draft is None or not self._last or not tried:
             return None
+        batch, steps = max(batch for batch, _ in self._last), sum(batch for batch, _ in self._last)
+        drafts = sum(nodes for _, nodes in self._last) / max(steps, 1)
         return DrafterProfile(
-            draft=lines[0],
-            verify={1: lines[1]},
+            draft=draft,
+            verify={1: line_at(self._cost, max(batch, len(link.open)), drafts)},
             match=matched / tried,
             positions=self._seen[link.model],
             own=self.own,
@@ -177,10 +147,10 @@ class Learning(Listener):
         )
 
 
-def draft_line(beats: deque[Beat]) -> AffineTime | None:
+def draft_line(beats: deque[Work]) -> AffineTime | None:
     """D(b) by what a drafter's process did lately; None: it did nothing yet. A pass gives each line one more level."""
     cost, streams, passes = StepCost(), 0, 0
-    for beat in islice(beats, max(len(beats) - _BEATS, 0), None):
+    for beat in list(beats)[-_BEATS:]:
         if beat.passes and beat.streams and beat.busy_ms > 0.0:
             batch = max(round(beat.streams / beat.passes), 1)
             cost.observe(StepTiming(batch, batch, 0, 0, 0, beat.busy_ms / beat.passes, True))
@@ -219,13 +189,14 @@ def kept() -> list[DrafterProfile]:
     return [one for one in read if one is not None]
 
 
+def best_known(profiles: Iterable[DrafterProfile]) -> dict[str, DrafterProfile]:
+    """Of each drafter what rests on most positions, where several engines or devices know it."""
+    return {one.drafter: one for one in sorted(profiles, key=lambda one: one.positions)}
+
+
 def of_engine(profiles: Iterable[DrafterProfile], key: ProfileKey) -> list[DrafterProfile]:
-    """Those of an engine's model on its devices; of a drafter on several devices, what rests on most positions."""
-    best: dict[str, DrafterProfile] = {}
-    for one in profiles:
-        if one.key == key and (one.drafter not in best or one.positions > best[one.drafter].positions):
-            best[one.drafter] = one
-    return list(best.values())
+    """The best known ones of an engine's model on its devices."""
+    return list(best_known(one for one in profiles if one.key == key).values())
 
 
 def of_model(profiles: Iterable[DrafterProfile], target: str) -> list[DrafterProfile]:

@@ -6,19 +6,18 @@ mail are given. One process drafts for any number of engines at once; a pass is 
 
 from __future__ import annotations
 
-import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from vllm_specrollout.cluster.line import Ask, Line, NoiseTrial, Sampling, Survival, Tree, branches
+from vllm_specrollout.cluster.line import Ask, Line, NoiseTrial, Survival, Tree, branches
+from vllm_specrollout.cluster.mail import Office
 from vllm_specrollout.cluster.messages import (
     MOST_REQUESTS,
-    MOST_TREE,
     VERSION,
     Bye,
     Drafted,
@@ -26,13 +25,12 @@ from vllm_specrollout.cluster.messages import (
     Message,
     Opened,
     Rest,
+    Sampling,
     Told,
+    Work,
     ints,
     longs,
 )
-from vllm_specrollout.types import MOST_NODES
-
-logger = logging.getLogger("vllm.specrollout")
 
 BEAT_S = 1.0
 """Seconds after which an engine that speaks hears something, if there are no drafts for it."""
@@ -81,26 +79,6 @@ class Engine(Protocol):
     def wake(self) -> None: ...
 
 
-class Post(Protocol):
-    """Where engines post; `mail.Office` is one."""
-
-    def receive(self) -> Iterable[tuple[bytes, Message]]: ...
-
-    def send(self, engine: bytes, message: Message) -> bool: ...
-
-    def wait(self, timeout_s: float) -> bool: ...
-
-
-@dataclass(slots=True)
-class Work:
-    """What was done, since the process began."""
-
-    busy_ms: float = 0.0
-    passes: int = 0
-    # summed over passes: requests that were drafted for
-    streams: int = 0
-
-
 @dataclass(slots=True)
 class Target:
     """An engine that is drafted for."""
@@ -109,10 +87,9 @@ class Target:
     fan_out: int = 1
     # by the engine's handles
     lines: dict[int, Line] = field(default_factory=dict)
-    # tokens drafted and wasted for lines that are over; and of all, as the engine knows them
-    gone: tuple[int, int] = (0, 0)
-    told: tuple[int, int] = (0, 0)
-    told_work: Work = field(default_factory=Work)
+    # of lines that are over; and all that was done, as the engine knows it
+    gone: Work = Work()
+    told: Work = Work()
     told_at: float = 0.0
     # whether it has said anything since it was told of anything
     waits: bool = False
@@ -128,15 +105,16 @@ class Serving:
     def __init__(
         self,
         engine: Engine,
-        post: Post,
+        office: Office,
         is_over: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.targets: dict[bytes, Target] = {}
         self.work = Work()
+        """Since the process began, for all."""
         self.is_asleep = False
         self.noise, self._survival = NoiseTrial(), Survival()
-        self._engine, self._post, self._is_over, self._clock = engine, post, is_over, clock
+        self._engine, self._office, self._is_over, self._clock = engine, office, is_over, clock
         # request of the engine -> whose it is
         self._asked: dict[str, tuple[Target, Line]] = {}
         self._count = 0
@@ -146,19 +124,19 @@ class Serving:
         while not self._is_over():
             self.turn()
         for name in self.targets:
-            self._post.send(name, Bye("the drafter ends"))
+            self._office.send(name, Bye("the drafter ends"))
 
     def turn(self) -> None:
         """Once around: what was said, a pass, and what came of it."""
-        for name, message in self._post.receive():
+        for name, message in self._office.receive():
             self._take(name, message)
         begin = self._clock()
         self._ask()
         if self._asked:
-            self._pass()
-            self.work.busy_ms += (self._clock() - begin) * 1e3
+            streams = self._pass()
+            self.work += Work((self._clock() - begin) * 1e3, 1, streams)
         else:
-            self._post.wait(_IDLE_S)
+            self._office.wait(_IDLE_S)
         self._send()
 
     # --- what engines say --------------------------------------------------------------------------------------------
@@ -171,7 +149,7 @@ class Serving:
             self._forget(name)
         elif isinstance(message, Rest):
             self.rest(message.is_asleep)
-            self._post.send(name, message)
+            self._office.send(name, message)
         elif isinstance(message, Told):
             target = self.targets.get(name)
             if target is None:
@@ -201,9 +179,9 @@ class Serving:
         self._forget(name)
         if len(self.targets) < MOST_ENGINES:
             now = self._clock()
-            self.targets[name] = Target(now, told_at=now, told_work=replace(self.work))
+            self.targets[name] = Target(now, told=self.work, told_at=now)
             own = self._engine
-            self._post.send(name, Hello(VERSION, own.vocab_size, own.model, own.device))
+            self._office.send(name, Hello(VERSION, own.vocab_size, own.model, own.device))
 
     def _told(self, target: Target, told: Told) -> None:
         for handle in longs(told.closed).tolist():
@@ -234,7 +212,7 @@ class Serving:
         target.lines[opened.handle] = Line(
             str(self._count),
             tokens,
-            Sampling(opened.temperature, opened.top_k, opened.top_p, opened.min_p, opened.seed),
+            opened.sampling,
             prompt_tokens=opened.prompt_tokens,
             max_tokens=opened.max_tokens,
             most_tokens=self._engine.most_tokens,
@@ -246,8 +224,7 @@ class Serving:
     def _close(self, target: Target, handle: int) -> None:
         line = target.lines.pop(handle, None)
         if line is not None:
-            drafted, wasted = target.gone
-            target.gone = drafted + line.drafted, wasted + line.wasted
+            target.gone += Work(drafted=line.drafted, wasted=line.wasted)
             self._abort(line, list(line.tips))
 
     def _forget(self, name: bytes) -> None:
@@ -271,10 +248,9 @@ class Serving:
                 self._asked[ask.name] = target, line
                 places -= 1
 
-    def _pass(self) -> None:
-        lines = {id(line) for _, line in self._asked.values()}
-        self.work.passes += 1
-        self.work.streams += len(lines)
+    def _pass(self) -> int:
+        """One pass; of how many requests."""
+        streams = len({id(line) for _, line in self._asked.values()})
         for grown in self._engine.step():
             if grown.name not in self._asked:
                 continue  # aborted meanwhile
@@ -286,6 +262,7 @@ class Serving:
                 del self._asked[grown.name]
             elif not goes_on:
                 self._abort(line, [grown.name])
+        return streams
 
     def _abort(self, line: Line, names: Sequence[str]) -> None:
         if names:
@@ -304,36 +281,28 @@ class Serving:
                 continue
             due = [(handle, tree) for handle, line in target.lines.items() if (tree := line.due()) is not None]
             if due or (target.waits and now - target.told_at >= BEAT_S):
-                if not all(self._post.send(name, message) for message in self._messages(target, due)):
+                if not self._office.send(name, self._drafted(target, due)):
                     self._forget(name)
                     continue
                 target.told_at, target.waits = now, False
 
-    def _messages(self, target: Target, due: Sequence[tuple[int, Tree]]) -> Iterator[Drafted]:
-        size = MOST_TREE // MOST_NODES
-        for begin in range(0, max(len(due), 1), size):
-            part = due[begin : begin + size]
-            trees = [tree for _, tree in part]
-            starts = np.concatenate([[0], np.cumsum([len(tree.token_ids) for tree in trees])])
-            drafted = target.gone[0] + sum(line.drafted for line in target.lines.values())
-            wasted = target.gone[1] + sum(line.wasted for line in target.lines.values())
-            told, work = target.told_work, replace(self.work)
-            message = Drafted(
-                np.array([handle for handle, _ in part], np.int64).tobytes(),
-                np.array([tree.position for tree in trees], np.int32).tobytes(),
-                starts.astype(np.int32).tobytes(),
-                b"".join(tree.token_ids.tobytes() for tree in trees),
-                b"".join(tree.parents.tobytes() for tree in trees),
-                b"".join(tree.ranks.astype(np.uint8).tobytes() for tree in trees),
-                b"".join(tree.log_q.tobytes() for tree in trees),
-                max(work.busy_ms - told.busy_ms, 0.0),
-                work.passes - told.passes,
-                work.streams - told.streams,
-                drafted - target.told[0],
-                wasted - target.told[1],
-            )
-            target.told_work, target.told = work, (drafted, wasted)
-            yield message
+    def _drafted(self, target: Target, due: Sequence[tuple[int, Tree]]) -> Drafted:
+        trees = [tree for _, tree in due]
+        starts = np.concatenate([[0], np.cumsum([len(tree.token_ids) for tree in trees])])
+        done = self.work + target.gone
+        for line in target.lines.values():
+            done += Work(drafted=line.drafted, wasted=line.wasted)
+        work, target.told = done - target.told, done
+        return Drafted(
+            np.array([handle for handle, _ in due], np.int64).tobytes(),
+            np.array([tree.position for tree in trees], np.int32).tobytes(),
+            starts.astype(np.int32).tobytes(),
+            b"".join(tree.token_ids.tobytes() for tree in trees),
+            b"".join(tree.parents.tobytes() for tree in trees),
+            b"".join(tree.ranks.astype(np.uint8).tobytes() for tree in trees),
+            b"".join(tree.log_q.tobytes() for tree in trees),
+            work,
+        )
 
 
 def _scaled(log_probs: Sequence[float], temperature: float) -> list[float]:

@@ -78,20 +78,16 @@ class Transfer:
     # --- in the driver's loop -----------------------------------------------------------------------------------------
 
     async def _init(self, given: Any) -> None:
-        names = list(self._driver.engines)
-        infos = [self._init_of(i, given) for i in range(len(names))]
-        if not isinstance(given, Mapping) and len(given) != len(names):
-            raise ConfigError(f"`init_info` has {len(given)} entries for {len(names)} engines", "give one for each")
-        up = {name: i for i, name in enumerate(names) if self._driver.engines[name].version is not None}
-        self._members = {name: self._driver.engines[name] for name in up}
-        calls = {name: {"init_info": infos[i]} for name, i in up.items()}
+        engines = self._driver.engines
+        if isinstance(given, Mapping):
+            offsets = [given.get("rank_offset", 0) + i * self._ranks for i in range(len(engines))]
+            given = [{**given, "rank_offset": own} if "rank_offset" in given else given for own in offsets]
+        if len(given) != len(engines):
+            raise ConfigError(f"`init_info` has {len(given)} entries for {len(engines)} engines", "give one for each")
+        infos = zip(engines, given, strict=True)
+        calls = {name: {"init_info": dict(own)} for name, own in infos if engines[name].version is not None}
+        self._members = {name: engines[name] for name in calls}
         await self._ask("init_weight_transfer_engine", calls, ends=False)
-
-    def _init_of(self, index: int, given: Any) -> dict[str, Any]:
-        if not isinstance(given, Mapping):
-            return dict(given[index]) if index < len(given) else {}
-        offset = {"rank_offset": given["rank_offset"] + index * self._ranks} if "rank_offset" in given else {}
-        return {**given, **offset}
 
     async def _start(self) -> None:
         driver = self._driver
@@ -103,15 +99,15 @@ class Transfer:
 
     async def _update(self, given: Any) -> None:
         self._check_held()
-        names, members = list(self._driver.engines), self._here()
-        if not isinstance(given, Mapping) and len(given) != len(names) * self._ranks:
-            workers = f"{len(names)} engines of {self._ranks} workers"
+        names, ranks, members = list(self._driver.engines), self._ranks, self._here()
+        if isinstance(given, Mapping):
+            await self._ask(_UPDATE, {name: {"update_info": given} for name in members})
+            return
+        if len(given) != len(names) * ranks:
+            workers = f"{len(names)} engines of {ranks} workers"
             raise ConfigError(f"`update_info` has {len(given)} entries for {workers}", "give one for each worker")
-        calls = {}
-        for i, name in enumerate(names):
-            own = given if isinstance(given, Mapping) else list(given[i * self._ranks : (i + 1) * self._ranks])
-            calls[name] = {"update_info": own}
-        await self._ask(_UPDATE, {name: calls[name] for name in members})
+        each = {name: list(given[i * ranks : (i + 1) * ranks]) for i, name in enumerate(names)}
+        await self._ask(_UPDATE, {name: {"update_info": each[name]} for name in members})
 
     async def _finish(self) -> int:
         self._check_held()

@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_specrollout.cluster.child import DrafterProcess
-from vllm_specrollout.cluster.link import Fitting, Link, Mail, SamplingOf
+from vllm_specrollout.cluster.link import Link, SamplingOf
 from vllm_specrollout.cluster.mail import Box, check_served
 from vllm_specrollout.config.checks import check_range, check_type
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.errors import ConfigError, shown
-from vllm_specrollout.trees.batch import merge_select, proposed
+from vllm_specrollout.trees.batch import merge_select
 from vllm_specrollout.types import DraftLimits, FinishedRequest, RequestBatch, TreeBatch, empty_trees
 
 MOST_LINKS = 16
@@ -25,11 +25,11 @@ MOST_LINKS = 16
 MOST_WINDOW, MOST_FAN_OUT = 64, 8
 _MOST_NAME = 128  # characters
 
-Connect = Callable[[str], Mail]
+Connect = Callable[[str], Box]
 """From an address to the mail of a drafter that serves there."""
 
 
-def connect(address: str, key_file: str = "") -> Mail:
+def connect(address: str, key_file: str = "") -> Box:
     """
     Raises:
         ConfigError: no such address, or no key.
@@ -82,7 +82,7 @@ class DecoupledDrafter(BaseDrafter):
             return empty_trees(batch.request_ids)
         self._share_out(links)
         texts, wanted = [view.token_ids for view in batch.views], limits.wanted(self.source)
-        found = [self._trees(batch, link.propose(batch, texts, limits, wanted)) for link in links]
+        found = [link.propose(batch, texts, limits, wanted, self.source) for link in links]
         return found[0] if len(found) == 1 else merge_select(found, replace(limits, max_nodes=wanted)).trees
 
     @staticmethod
@@ -95,12 +95,6 @@ class DecoupledDrafter(BaseDrafter):
         for own in alike.values():
             for place, link in enumerate(own):
                 link.share(place, len(own))
-
-    def _trees(self, batch: RequestBatch, own: Fitting) -> TreeBatch:
-        """First choices count as this drafter's, the choices beside them as the next one's."""
-        columns = (own.node_start, own.token_ids, own.parents, own.log_q)
-        trees = proposed(batch.request_ids, *columns, self.source)
-        return TreeBatch(batch.request_ids, *columns, self.source + 1 - own.is_first, trees.depth)
 
     def receive(self) -> None:
         """Take in what has come, and look after the drafters."""
@@ -125,7 +119,7 @@ class DecoupledDrafter(BaseDrafter):
 
     # --- links -------------------------------------------------------------------------------------------------------
 
-    def link(self, name: str, mail: Mail, process: DrafterProcess | None = None, **given: Any) -> Link:
+    def link(self, name: str, mail: Box, process: DrafterProcess | None = None, **given: Any) -> Link:
         """Link to a drafter; it drafts from the step on after it has said that it is ready.
 
         Args:

@@ -1,11 +1,7 @@
-"""Levels that a model drafts in one step, the trees that they make, and how sharp its tokens are drawn. Pure.
+"""Levels that a model drafts in one step, and the trees that they make. Pure.
 
-Each level has the chain's token, from which the model goes on, and the next best ones beside it: alternatives. So a
-model's chain becomes a comb, at the price of the chain.
-
-The draft token is argmax(s * log q + noise), with the very noise that the target's token is chosen with. s = 1 is plain
-coupling; a large s is greedy drafting. Which s meets the target most often depends on how peaked both are, so it is
-learned: now and then each of `CHOICES` says what it would have drafted, and the target says who was right.
+Each level has the chain's token, from which the model goes on, and the next likeliest ones beside it: alternatives. So
+a model's chain becomes a comb, at the price of the chain. How likely a token is says the model's coupling.
 """
 
 from __future__ import annotations
@@ -52,7 +48,7 @@ class Levels:
 
         Args:
             tokens: [R, width] the chain's node, then its alternatives.
-            log_q: [R, width] natural logarithms of the model's probabilities.
+            log_q: [R, width] natural logarithms of their probabilities, given the noise (`Coupling`).
         """
         self._tokens.append(tokens)
         self._log_q.append(log_q)
@@ -103,40 +99,3 @@ class Levels:
         sources = np.broadcast_to(source + np.minimum(np.arange(width), 1), tokens.shape)[fits].astype(np.int32)
         columns = (trees.node_start, trees.token_ids, trees.parents, trees.log_q)
         return TreeBatch(batch.request_ids, *columns, sources, trees.depth)
-
-
-GREEDY = 1e4
-"""An s that leaves the noise no say."""
-CHOICES = (1.0, 2.0, 4.0, 8.0, GREEDY)
-"""Candidates for s: plain coupling, doubled, and greedy drafting."""
-FIRST = 2
-"""Index of the one that is used before anything is known: hardly worse than greedy where that is best."""
-MEMORY = 0.999
-"""Weight left to an observation after each further one."""
-
-
-class Sharpness:
-    """Which of `CHOICES` meets the target most often."""
-
-    def __init__(self) -> None:
-        # [CHOICES] of the observed positions, how many each one met; ties go to FIRST
-        self._hits = np.zeros(len(CHOICES))
-        self._hits[FIRST] = 1e-6
-        self.pinned: float | None = None
-        """Used in the place of what was learned, by benchmarks."""
-
-    @property
-    def value(self) -> float:
-        """The s to draft with."""
-        if self.pinned is not None:
-            return self.pinned
-        return CHOICES[int(self._hits.argmax())]
-
-    def observe(self, is_hit: npt.NDArray[np.bool_]) -> None:
-        """What the candidates would have met.
-
-        Args:
-            is_hit: [positions, CHOICES].
-        """
-        self._hits *= MEMORY ** len(is_hit)
-        self._hits += is_hit.sum(axis=0)

@@ -44,7 +44,7 @@ _BEAT_S, _SELDOM_S = 0.2, 2.0
 _PATIENCE = 5  # beats without anything to do
 
 
-class Learning:
+class HeadLearning:
     """
     Args:
         config: of the engine.
@@ -305,7 +305,7 @@ def attend(original: Callable[[Any], None]) -> Callable[[Any], None]:
     return _run_output_handler
 
 
-async def _attend(ref: Callable[[], Any], learning: Learning) -> None:
+async def _attend(ref: Callable[[], Any], learning: HeadLearning) -> None:
     try:
         while (engine := ref()) is not None and not engine.output_handler.done():
             is_busy = engine.output_processor.has_unfinished_requests() or await engine.is_paused()
@@ -359,11 +359,11 @@ def learn(llm: Any, seconds: float = 60.0) -> dict[str, int]:
     return learning.as_dict()
 
 
-def _learning_of(engine: Any) -> Learning | None:
+def _learning_of(engine: Any) -> HeadLearning | None:
     config = settings.config_of(engine.vllm_config)
     if config is None or config.train.mode != "auto":
         return None
-    return Learning(config, engine.vllm_config.model_config.model)
+    return HeadLearning(config, engine.vllm_config.model_config.model)
 
 
 # --- before an engine starts -----------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from typing import Any
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from vllm_specrollout.cluster.line import Ask, Sampling
+from vllm_specrollout.cluster.line import Ask
+from vllm_specrollout.cluster.messages import Sampling
 from vllm_specrollout.cluster.serving import Grown
 from vllm_specrollout.worker.profiling import device_of
 

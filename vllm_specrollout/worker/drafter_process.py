@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from vllm_specrollout.cluster.mail import Office
@@ -26,18 +25,12 @@ def main() -> None:
     parser.add_argument("--engine-args", type=json.loads, default={})
     parser.add_argument("--cores", default="")
     parser.add_argument("--stock", action="store_true")
-    parser.add_argument("--ready", default="")
     parser.add_argument("--asleep", action="store_true")
     given = parser.parse_args()
     # in a group it ends with its engine, even while it loads
     if given.bound or envs.ends_with_parent():
         end_with(given.parent)
     cores = [int(core) for core in given.cores.split(",") if core]
-
-    def ready(address: str) -> None:
-        if given.ready:
-            Path(given.ready).write_text(str(os.getpid()), encoding="ascii")
-
     with contextlib.suppress(KeyboardInterrupt):
         serve(
             given.model,
@@ -46,7 +39,6 @@ def main() -> None:
             cores=cores,
             parent=given.parent,
             takes_up=not given.stock,
-            ready=ready,
             is_asleep=given.asleep,
         )
 

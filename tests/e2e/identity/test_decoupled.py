@@ -26,7 +26,7 @@ from tests.e2e.identity.engines import engine, model
 from tests.e2e.short_context import with_context
 from vllm_specrollout.budgets.step_cost import Asking
 from vllm_specrollout.cluster.child import Command, WarmDrafter
-from vllm_specrollout.cluster.link import Mail
+from vllm_specrollout.cluster.mail import Box
 from vllm_specrollout.cluster.messages import Message
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.drafters.decoupled import connect
@@ -109,7 +109,7 @@ class Faulty:
         chance: of each fault, per message.
     """
 
-    def __init__(self, mail: Mail, rng: random.Random, chance: float) -> None:
+    def __init__(self, mail: Box, rng: random.Random, chance: float) -> None:
         self.mail, self.rng, self.chance, self.address = mail, rng, chance, mail.address
         self.late: list[Message] = []
 
@@ -225,7 +225,6 @@ def test_warm_drafters_come_and_go_within_one_batch(stage: Stage) -> None:
     assert max(told) >= len(WARM) and told[-1] <= 1, "/metrics says how many are there"
     for name in WARM:
         assert seen[name]["nodes"] > 0 and seen[name]["tried"] > 0, "it took part in this very batch"
-        assert seen[name]["waited_s"] == 0.0
         assert stage.is_ready(name), "it stays warm"
     assert list(stage.drafter.links) == ["drafter"]
     assert standing["attached"] == {"second": ["3", "7"]}
@@ -297,7 +296,6 @@ def test_thirty_schedules_of_faults_change_no_token(stage: Stage) -> None:
         def trees_of(state: dict[str, Any]) -> None:
             nonlocal trees
             trees += state["trees"]
-            assert state["waited_s"] == 0.0
 
         chosen = rng.sample(range(len(stage.short)), 4)
         try:

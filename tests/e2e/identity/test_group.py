@@ -153,7 +153,7 @@ def await_that(group: SpecGroup, holds: Callable[[dict[str, Any]], bool]) -> Non
 
 
 def pid_of(group: SpecGroup, name: str) -> int:
-    return int(group._run(group._calls.call(name, "pid")))
+    return int(group._run(group._placement.call(name, "pid")))
 
 
 # groups of their own come first: beside the others' group they would find neither memory nor Ray's cores

@@ -202,7 +202,7 @@ def test_a_copy_of_the_target_is_met_at_every_position(models: Path, tmp_path: P
     target = model(models, "llama", "float32")
     given = {"method": "draft_model", "model": target, "num_speculative_tokens": 4}
     with engine(target, "float32", is_ours=True, spec_rollout={**FIXED, "speculative_config": given}) as ours:
-        ours.runner.model_drafter.sharpness._hits[0] = 1e9  # plain coupling
+        ours.runner.model_drafter.coupling.pin(1.0, 1.0)
         params = [
             SamplingParams(temperature=t, seed=i, max_tokens=26, ignore_eos=True) for i, t in enumerate((0, 1, 2))
         ]

@@ -1,4 +1,4 @@
-"""`specrollout plan decoupled`: a table, a file, a configuration, and one clear error for what makes no sense."""
+"""`specrollout plan`: a table, a file, a configuration, and one clear error for what makes no sense."""
 
 import json
 
@@ -20,7 +20,7 @@ def run(*arguments):
 
 
 def written(tmp_path, *arguments):
-    result = run("decoupled", *SIZES, "--out", tmp_path / "plan.json", *arguments)
+    result = run(*SIZES, "--out", tmp_path / "plan.json", *arguments)
     assert result.exit_code == 0, result.exception
     return json.loads((tmp_path / "plan.json").read_text()), result.stdout
 
@@ -117,15 +117,6 @@ def test_a_plain_plan_switches_off_what_the_engine_has_where_that_is_known(tmp_p
     assert json.loads((tmp_path / "applied.json").read_text()) == {"placement": "coupled", "budget": "off"}
 
 
-def test_plan_without_a_command_plans_drafters_and_verifiers(mine):
-    assert run(*SIZES, "--profile", mine).stdout == run("decoupled", *SIZES, "--profile", mine).stdout != ""
-
-
-def test_help_is_still_reached():
-    assert "decoupled" in run("--help").stdout
-    assert "decoupled" in run().output
-
-
 def test_only_so_many_runners_up_are_printed(mine):
     lengths = [len(run(*SIZES, "--profile", mine, "--show", n).stdout.splitlines()) for n in (0, 1)]
     assert lengths[1] == lengths[0] + 1
@@ -147,6 +138,6 @@ def test_only_so_many_runners_up_are_printed(mine):
 )
 def test_bad_flags_are_one_clear_error(arguments, cause):
     save(profile())
-    error = run("decoupled", *SIZES, *arguments).exception
+    error = run(*SIZES, *arguments).exception
     assert isinstance(error, SpecRolloutError)
     assert error.cause.startswith(cause) and error.hint

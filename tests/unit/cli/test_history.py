@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -166,10 +165,3 @@ def test_what_cannot_be_done_is_refused_with_the_way_out(folder, tmp_path, argum
     with pytest.raises(SpecRolloutError, match=cause) as caught:
         run(*(argument.format(tmp_path) for argument in arguments))
     assert caught.value.hint
-
-
-def test_answers_read_back_are_those_that_were_merged(folder, tmp_path):
-    run("merge", folder, "--into", tmp_path / "merged.history")
-    sources = [answer for path in sorted(folder.iterdir()) for answer in answers_of(path)]
-    for one, other in zip(sources, answers_of(tmp_path / "merged.history"), strict=True):
-        assert np.array_equal(one.token_ids, other.token_ids) and one.request_id == other.request_id

@@ -1,6 +1,6 @@
 """A drafter's process without a model, beside an engine without one: what both do is written down in their order.
 
-python beside.py ADDRESS READY DIARY
+python beside.py ADDRESS DIARY
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tests.unit.cluster import standin
@@ -54,7 +53,7 @@ class Beside(Command):
 
     @property
     def argv(self) -> list[str]:
-        return [sys.executable, "-m", "tests.unit.cluster.beside", self.address, self.ready, self.model]
+        return [sys.executable, "-m", "tests.unit.cluster.beside", self.address, self.model]
 
 
 class Engine(standin.Replica):
@@ -69,7 +68,7 @@ class Engine(standin.Replica):
         if self._beside is not None:
             self._beside.sleep()
         write(self._diary, "prefill")
-        await super().give(runs)
+        self._own.give(runs)
 
     async def rpc(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         if method == "spec_rollout_warm":
@@ -87,10 +86,9 @@ class Engine(standin.Replica):
 
 
 if __name__ == "__main__":
-    address, ready, diary = sys.argv[1:4]
+    address, diary = sys.argv[1:3]
     parent = os.getppid()
     office = Office(address)
     serving = Serving(Silent(diary), office, lambda: os.getppid() != parent)
     serving.rest(True)
-    Path(ready).write_text(str(os.getpid()), encoding="ascii")
     serving.run()

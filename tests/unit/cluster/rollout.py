@@ -123,9 +123,16 @@ class Rollout:
 
     def run(self, turns: int = 3) -> None:
         while not self.is_over:
+            self.gained(1, turns)
+
+    def gained(self, steps: int, turns: int = 4) -> int:
+        """Nodes accepted in so many steps."""
+        before = self.accepted
+        for _ in range(steps):
             for _ in range(turns):
                 self.turn()
             self.step()
+        return self.accepted - before
 
     def replan(self) -> None:
         """Other windows."""

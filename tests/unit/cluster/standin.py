@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,7 @@ class Engine:
         self.rewarded: dict[str, float] = {}
         # weights that a transfer brings
         self.coming: int | None = None
+        self.met: Mapping[str, Any] = {}
 
     def admit(self, wanted: Wanted) -> tuple[int, int, str]:
         self.live.clear()
@@ -57,7 +58,7 @@ class Engine:
 
     def transfer(self, method: str, kwargs: Mapping[str, Any]) -> None:
         if method == "init_weight_transfer_engine":
-            self.coming = 0
+            self.coming, self.met = 0, kwargs["init_info"]
         elif self.coming is None:
             raise ConfigError("it has met no trainer", "none")
         elif method == "start_weight_update":
@@ -113,21 +114,15 @@ class Replica:
         self._task = self._task or asyncio.ensure_future(self._go())
         return self._own.admit(wanted)[:2]
 
-    async def give(self, runs: Sequence[Given]) -> None:
-        self._own.give(runs)
+    def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+        async def call(*args: Any) -> Any:
+            return getattr(self._own, name)(*args)
 
-    async def cancel(self, keys: Sequence[str]) -> None:
-        self._own.cancel(keys)
+        return call
 
     async def report(self, beat_s: float) -> Report:
         await asyncio.sleep(beat_s)
         return self._own.report()
-
-    async def transfer(self, method: str, kwargs: Mapping[str, Any]) -> None:
-        self._own.transfer(method, kwargs)
-
-    async def transferred(self, update: Any) -> None:
-        self._own.transferred(update)
 
     async def rewards(self, rewards: Mapping[str, float]) -> int:
         self._own.rewarded |= rewards

@@ -19,21 +19,11 @@ def test_the_longest_problem_goes_first_and_the_next_ones_to_who_has_least() -> 
     assert found == {"long0": "a", "middle0": "b", "short0": "b"}
 
 
-def test_siblings_stay_together_where_an_engine_has_places_for_all() -> None:
-    rooms = {"small": Room(1), "large": Room(3, tokens=50.0)}
-    assert set(deal(siblings(x=3), rooms, {}).values()) == {"large"}
-
-
 def test_siblings_of_a_full_home_wait_unless_an_engine_has_nothing_to_do() -> None:
     rooms = {"home": Room(0, 90.0), "busy": Room(4, 1.0)}
     assert deal(siblings(x=2), rooms, {}, {"x": "home"}) == {}
     assert deal(siblings(x=2), rooms | {"idle": Room(4)}, {}, {"x": "home"}) == {"x0": "idle", "x1": "idle"}
     assert deal(siblings(x=2), rooms, {}, {"x": "one that is gone"}) == {"x0": "busy", "x1": "busy"}
-
-
-def test_a_problem_without_a_past_counts_as_the_median_one() -> None:
-    found = deal(siblings(new=1, x=1, y=1, z=1), {"a": Room(9), "b": Room(9)}, {"x": 90, "y": 50, "z": 40})
-    assert found == {"x0": "a", "new0": "b", "y0": "b", "z0": "a"}
 
 
 def naive_deal(waiting, rooms, forecasts, homes):

@@ -15,7 +15,6 @@ from tests.unit.cluster.standin import Engine, answer, token
 from vllm_specrollout.cluster import driver
 from vllm_specrollout.cluster.batch import Answer, GroupError, Open, RequestChecker
 from vllm_specrollout.cluster.driver import BEHIND, Driver, EngineLost
-from vllm_specrollout.cluster.ladder import LADDERS, Rules
 from vllm_specrollout.cluster.transfer import Transfer
 from vllm_specrollout.errors import ConfigError, SpecRolloutError
 
@@ -23,6 +22,14 @@ SCHEDULES = 20 * int(os.environ.get("SPECROLLOUT_SCHEDULES", "1"))
 MOST_TURNS = 30000
 """Of a schedule, after which it counts as hanging."""
 Call = tuple[asyncio.Future[Any] | None, str, tuple[Any, ...]]
+
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
 
 
 class Unhurried(Driver):
@@ -38,7 +45,7 @@ class World:
     Calls of one engine arrive in their order, and so do its answers; between engines nothing is ordered.
     """
 
-    def __init__(self, count: int, rules: Rules, seed: int = 0, restarts: int = 99) -> None:
+    def __init__(self, count: int, ladder: str = "off", seed: int = 0, restarts: int = 99) -> None:
         self.rng, self.now, self.turns = random.Random(seed), 0.0, 0
         names = [f"engine-{i}" for i in range(count)]
         self.alive = {name: Engine(self.rng.choice([1, 2, 4])) for name in names}
@@ -46,7 +53,7 @@ class World:
         # engine -> calls on their way there, and answers on their way back
         self.there: dict[str, deque[Call]] = {name: deque() for name in names}
         self.back: dict[str, deque[tuple[Call, Any]]] = {name: deque() for name in names}
-        self.driver = Unhurried(self, names, rules, clock=lambda: self.now)
+        self.driver = Unhurried(self, names, ladder, clock=lambda: self.now)
         # engine whose death nobody has heard of yet -> whether it met no call, so that the next one meets it
         self.unnoticed: dict[str, bool] = {}
         self.asking, self.found = RequestChecker(0), dict[str, Answer | GroupError]()
@@ -173,219 +180,176 @@ def expected(own: Open, found: Answer, weights: dict[int, int] | None = None) ->
     return out
 
 
-@pytest.mark.parametrize("ladder", LADDERS)
+@pytest.mark.parametrize("ladder", ["off", "move"])
 @pytest.mark.parametrize("seed", range(SCHEDULES))
-def test_whatever_dies_is_pushed_or_cannot_be_resumed_each_token_is_the_named_weights_own(
+async def test_whatever_dies_is_pushed_or_cannot_be_resumed_each_token_is_the_named_weights_own(
     ladder: str, seed: int
 ) -> None:
-    async def main() -> None:
-        rng = random.Random(seed)
-        world = World(rng.choice([1, 2, 3, 5]), Rules(ladder, rng.choice([1, 2, 4])), seed)
-        await world.settle()
-        asked = world.ask(rng.choice([1, 4, 9]), **({"stop": ["x"]} if rng.random() < 0.3 else {}))
-        deaths, pushes = rng.choice([0, 1, 3]), rng.choice([0, 0, 2])
-        tasks = []
+    rng = random.Random(seed)
+    world = World(rng.choice([1, 2, 3, 5]), ladder, seed)
+    await world.settle()
+    asked = world.ask(rng.choice([1, 4, 9]), **({"stop": ["x"]} if rng.random() < 0.3 else {}))
+    deaths, pushes = rng.choice([0, 1, 3]), rng.choice([0, 0, 2])
+    tasks = []
 
-        def meddle() -> None:
-            nonlocal deaths, pushes
-            if deaths and rng.random() < 0.02:
-                deaths -= 1
-                world.kill(rng.choice(list(world.alive)))
-            if pushes and rng.random() < 0.02:
-                pushes -= 1
-                number = world.driver.wanted.version + 1
-                tasks.append(asyncio.ensure_future(world.driver.bring(update=(number, "load", {"number": number}))))
+    def meddle() -> None:
+        nonlocal deaths, pushes
+        if deaths and rng.random() < 0.02:
+            deaths -= 1
+            world.kill(rng.choice(list(world.alive)))
+        if pushes and rng.random() < 0.02:
+            pushes -= 1
+            number = world.driver.wanted.version + 1
+            tasks.append(asyncio.ensure_future(world.driver.bring(update=(number, "load", {"number": number}))))
 
-        for request, found in (await world.finish(asked, meddle)).items():
-            assert list(found.token_ids) == expected(asked[request], found)
-            assert "stop" not in asked[request].params or len(found.versions) == 1, "it began anew"
-        assert not world.driver.open and not world.driver.waiting
-        # nothing runs on for nobody, and nobody waits for ever
-        for task in tasks:
-            await world.until(asyncio.wait_for(task, None))
-        for _ in range(500):
-            await world.turn()
-        assert not any(engine.live for engine in world.alive.values())
-        assert not any(one.running for one in world.driver.engines.values())
-
-    asyncio.run(main())
+    for request, found in (await world.finish(asked, meddle)).items():
+        assert list(found.token_ids) == expected(asked[request], found)
+        assert "stop" not in asked[request].params or len(found.versions) == 1, "it began anew"
+    assert not world.driver.open and not world.driver.waiting
+    # nothing runs on for nobody, and nobody waits for ever
+    for task in tasks:
+        await world.until(asyncio.wait_for(task, None))
+    for _ in range(500):
+        await world.turn()
+    assert not any(engine.live for engine in world.alive.values())
+    assert not any(one.running for one in world.driver.engines.values())
 
 
 @pytest.mark.parametrize("seed", range(SCHEDULES))
-def test_weights_that_a_transfer_brings_reach_all_and_who_dies_meanwhile_has_the_paths(seed: int) -> None:
-    async def main() -> None:
-        rng = random.Random(seed)
-        world = World(3, Rules(rng.choice(LADDERS)), seed)
-        await world.settle()
-        asked, transfer, weights = world.ask(9), world.transfer, {0: 0}
-        for number in (1, 2):
-            for _ in range(rng.randrange(40)):
-                await world.turn()
-            await world.settle()
-            await world.until(transfer._init({"rank_offset": 1}))
-            transfer.path, before = str(number), weights[world.driver.wanted.version]
-            await world.until(transfer._start())
-            if rng.random() < 0.5:
-                world.kill(rng.choice(list(world.alive)))
-            await world.until(transfer._update({"number": number}))
-            is_given_up = rng.random() < 0.3
-            await world.until(transfer._abandon() if is_given_up else transfer._finish())
-            weights[world.driver.wanted.version] = before if is_given_up else number
-        for request, found in (await world.finish(asked)).items():
-            assert list(found.token_ids) == expected(asked[request], found, weights)
-
-    asyncio.run(main())
-
-
-def test_without_a_path_who_is_begun_anew_after_a_transfer_stays_behind_and_the_batch_ends_when_all_are() -> None:
-    async def main() -> None:
-        world = World(2, Rules())
-        await world.settle()
-        await world.until(world.transfer._init({}))
-        await world.until(world.transfer._start())
-        await world.until(world.transfer._update({"number": 1}))
-        await world.until(world.transfer._finish())
-        world.kill("engine-0")
-        asked = world.ask(4)
-        for request, found in (await world.finish(asked)).items():
-            assert list(found.token_ids) == answer(asked[request].params, weights=1) and found.engine == "engine-1"
-        while world.driver.engines["engine-0"].version != BEHIND:
+async def test_weights_that_a_transfer_brings_reach_all_and_who_dies_meanwhile_has_the_paths(seed: int) -> None:
+    rng = random.Random(seed)
+    world = World(3, rng.choice(["off", "move"]), seed)
+    await world.settle()
+    asked, transfer, weights = world.ask(9), world.transfer, {0: 0}
+    for number in (1, 2):
+        for _ in range(rng.randrange(40)):
             await world.turn()
-        world.kill("engine-1")
-        with pytest.raises(GroupError, match="no engine can follow: engine-0: it cannot have what a transfer brought"):
-            await world.finish(world.ask(2))
-        with pytest.raises(GroupError, match="2 of 2 engines could not follow"):
-            await world.until(world.driver.bring(update=(9, "nonsense", {})))
-        await world.until(world.driver.bring(update=(9, "load", {"number": 9})))
-        assert len(await world.finish(world.ask(2))) == 2
-
-    asyncio.run(main())
-
-
-def test_a_transfers_calls_have_an_order_and_each_engine_its_ranks() -> None:
-    async def main() -> None:
-        world = World(2, Rules())
         await world.settle()
-        with pytest.raises(GroupError, match="no engine takes part"):
-            await world.until(world.transfer._start())
-        with pytest.raises(GroupError, match="no transfer is under way"):
-            await world.until(world.transfer._finish())
-        with pytest.raises(ConfigError, match="has 3 entries for 2 engines"):
-            await world.until(world.transfer._init([{}] * 3))
-        two_ranks = Transfer(world.driver, world, 2, "", lambda what: what)
-        assert [two_ranks._init_of(i, {"rank_offset": 1})["rank_offset"] for i in range(2)] == [1, 3]
-        await world.until(world.transfer._init([{"a": 1}, {"a": 2}]))
-        await world.until(world.transfer._start())
-        with pytest.raises(GroupError, match="a transfer is under way"):
-            await world.until(world.transfer._start())
-        with pytest.raises(ConfigError, match="has 1 entries for 2 engines of 1 workers"):
-            await world.until(world.transfer._update([{"number": 1}]))
-        await world.until(world.transfer._update([{"number": 1}, {"number": 1}]))
-        await world.until(world.transfer._finish())
-        assert {engine.weights for engine in world.alive.values()} == {1}
-
-    asyncio.run(main())
+        await world.until(transfer._init({"rank_offset": 1}))
+        transfer.path, before = str(number), weights[world.driver.wanted.version]
+        await world.until(transfer._start())
+        if rng.random() < 0.5:
+            world.kill(rng.choice(list(world.alive)))
+        await world.until(transfer._update({"number": number}))
+        is_given_up = rng.random() < 0.3
+        await world.until(transfer._abandon() if is_given_up else transfer._finish())
+        weights[world.driver.wanted.version] = before if is_given_up else number
+    for request, found in (await world.finish(asked)).items():
+        assert list(found.token_ids) == expected(asked[request], found, weights)
 
 
-def test_an_engine_that_comes_back_gets_no_request_before_it_has_the_groups_weights() -> None:
-    async def main() -> None:
-        world = World(2, Rules())
-        await world.settle()
-        await world.until(world.driver.bring(update=(1, "load", {"number": 1})))
-        world.kill("engine-0")
-        asked = world.ask(4)
-        world.driver.beat()
+async def test_without_a_path_who_is_begun_anew_after_a_transfer_stays_behind_and_the_batch_ends_when_all_are() -> None:
+    world = World(2)
+    await world.settle()
+    await world.until(world.transfer._init({}))
+    await world.until(world.transfer._start())
+    await world.until(world.transfer._update({"number": 1}))
+    await world.until(world.transfer._finish())
+    world.kill("engine-0")
+    asked = world.ask(4)
+    for request, found in (await world.finish(asked)).items():
+        assert list(found.token_ids) == answer(asked[request].params, weights=1) and found.engine == "engine-1"
+    while world.driver.engines["engine-0"].version != BEHIND:
         await world.turn()
-        assert not world.driver.engines["engine-0"].running and world.alive["engine-0"].weights == 0
-        for request, found in (await world.finish(asked)).items():
-            assert list(found.token_ids) == answer(asked[request].params, weights=1)
+    world.kill("engine-1")
+    with pytest.raises(GroupError, match="no engine can follow: engine-0: it cannot have what a transfer brought"):
+        await world.finish(world.ask(2))
+    with pytest.raises(GroupError, match="2 of 2 engines could not follow"):
+        await world.until(world.driver.bring(update=(9, "nonsense", {})))
+    await world.until(world.driver.bring(update=(9, "load", {"number": 9})))
+    assert len(await world.finish(world.ask(2))) == 2
 
-    asyncio.run(main())
+
+async def test_a_transfers_calls_have_an_order_and_each_engine_its_ranks() -> None:
+    world = World(2)
+    await world.settle()
+    with pytest.raises(GroupError, match="no engine takes part"):
+        await world.until(world.transfer._start())
+    with pytest.raises(GroupError, match="no transfer is under way"):
+        await world.until(world.transfer._finish())
+    with pytest.raises(ConfigError, match="has 3 entries for 2 engines"):
+        await world.until(world.transfer._init([{}] * 3))
+    two_ranks = Transfer(world.driver, world, 2, "", lambda what: what)
+    await world.until(two_ranks._init({"rank_offset": 1}))
+    assert [engine.met["rank_offset"] for engine in world.alive.values()] == [1, 3]
+    await world.until(world.transfer._init([{"a": 1}, {"a": 2}]))
+    await world.until(world.transfer._start())
+    with pytest.raises(GroupError, match="a transfer is under way"):
+        await world.until(world.transfer._start())
+    with pytest.raises(ConfigError, match="has 1 entries for 2 engines of 1 workers"):
+        await world.until(world.transfer._update([{"number": 1}]))
+    await world.until(world.transfer._update([{"number": 1}, {"number": 1}]))
+    await world.until(world.transfer._finish())
+    assert {engine.weights for engine in world.alive.values()} == {1}
 
 
-def test_siblings_go_to_one_engine_whose_home_is_remembered_of_so_many_problems(monkeypatch: Any) -> None:
+async def test_siblings_go_to_one_engine_whose_home_is_remembered_of_so_many_problems(monkeypatch: Any) -> None:
     monkeypatch.setattr(driver, "MOST_PROBLEMS", 3)
-
-    async def main() -> None:
-        world = World(2, Rules())
-        for engine in world.alive.values():
-            engine.places = 4
-        await world.settle()
-        asked = world.ask(8)
-        world.driver.beat()
-        homes: dict[str, set[str]] = {}
-        for own in asked.values():
-            homes.setdefault(own.problem, set()).add(own.engine)
-        assert [len(one) for one in homes.values()] == [1, 1, 1, 1]
-        assert [len(one.running) for one in world.driver.engines.values()] == [4, 4]
-        assert list(world.driver._homes) == list(homes)[1:]
-
-    asyncio.run(main())
+    world = World(2)
+    for engine in world.alive.values():
+        engine.places = 4
+    await world.settle()
+    asked = world.ask(8)
+    world.driver.beat()
+    homes: dict[str, set[str]] = {}
+    for own in asked.values():
+        homes.setdefault(own.problem, set()).add(own.engine)
+    assert [len(one) for one in homes.values()] == [1, 1, 1, 1]
+    assert [len(one.running) for one in world.driver.engines.values()] == [4, 4]
+    assert list(world.driver._homes) == list(homes)[1:]
 
 
-def test_a_request_that_ends_each_engine_is_given_up_and_named() -> None:
-    async def main() -> None:
-        world = World(2, Rules())
-        await world.settle()
-        asked = world.ask(1)
+async def test_a_request_that_ends_each_engine_is_given_up_and_named() -> None:
+    world = World(2)
+    await world.settle()
+    asked = world.ask(1)
 
-        def kill() -> None:
-            for name in [name for name, one in world.driver.engines.items() if one.running]:
-                world.kill(name)
+    def kill() -> None:
+        for name in [name for name, one in world.driver.engines.items() if one.running]:
+            world.kill(name)
 
-        with pytest.raises(GroupError, match="request 1-0 was lost 5 times"):
-            await world.finish(asked, kill)
-        assert not world.driver.open
-
-    asyncio.run(main())
+    with pytest.raises(GroupError, match="request 1-0 was lost 5 times"):
+        await world.finish(asked, kill)
+    assert not world.driver.open
 
 
-def test_a_refused_request_says_why_and_costs_the_others_nothing() -> None:
-    async def main() -> None:
-        world = World(2, Rules())
-        await world.settle()
-        asked = world.ask(4)
-        wrong, *others = asked
-        asked[wrong].params["wrong"] = "ValueError: no"
-        with pytest.raises(GroupError, match=f"refused request {wrong}: ValueError: no"):
-            await world.finish({wrong: asked[wrong]})
-        found = await world.finish({one: asked[one] for one in others})
-        assert all(list(found[one].token_ids) == answer(asked[one].params) for one in others)
-
-    asyncio.run(main())
+async def test_a_refused_request_says_why_and_costs_the_others_nothing() -> None:
+    world = World(2)
+    await world.settle()
+    asked = world.ask(4)
+    wrong, *others = asked
+    asked[wrong].params["wrong"] = "ValueError: no"
+    with pytest.raises(GroupError, match=f"refused request {wrong}: ValueError: no"):
+        await world.finish({wrong: asked[wrong]})
+    found = await world.finish({one: asked[one] for one in others})
+    assert all(list(found[one].token_ids) == answer(asked[one].params) for one in others)
 
 
-def test_an_engine_without_a_word_is_begun_anew() -> None:
-    async def main() -> None:
-        world = World(2, Rules())
-        await world.settle()
-        asked, stuck = world.ask(2), world.alive["engine-0"]
-        stuck.step = lambda: None  # type: ignore[method-assign]
-        found = await world.finish(asked)
-        assert all(list(one.token_ids) == answer(asked[request].params) for request, one in found.items())
-        assert world.alive["engine-0"] is not stuck
-
-    asyncio.run(main())
+async def test_an_engine_without_a_word_is_begun_anew() -> None:
+    world = World(2)
+    await world.settle()
+    asked, stuck = world.ask(2), world.alive["engine-0"]
+    stuck.step = lambda: None  # type: ignore[method-assign]
+    found = await world.finish(asked)
+    assert all(list(one.token_ids) == answer(asked[request].params) for request, one in found.items())
+    assert world.alive["engine-0"] is not stuck
 
 
-def test_without_an_engine_or_after_the_end_all_that_waits_ends_with_the_cause() -> None:
-    async def main() -> None:
-        world = World(2, Rules(), restarts=0)
-        await world.settle()
-        asked = world.ask(3)
-        world.kill("engine-0")
-        world.kill("engine-1")
-        with pytest.raises(GroupError, match="no engine is left: .*engine-1: killed"):
-            await world.finish(asked)
-        with pytest.raises(GroupError, match="no engine is left"):
-            world.ask(1)
-        world = World(2, Rules())
-        await world.settle()
-        asked, push = world.ask(3), asyncio.ensure_future(world.driver.bring(update=(1, "load", {"number": 1})))
-        await asyncio.sleep(0)
-        world.driver.stop(GroupError("the group is closed", ""))
-        for waits in (world.finish(asked), world.until(push)):
-            with pytest.raises(GroupError, match="the group is closed"):
-                await waits
-
-    asyncio.run(main())
+async def test_without_an_engine_or_after_the_end_all_that_waits_ends_with_the_cause() -> None:
+    world = World(2, restarts=0)
+    await world.settle()
+    asked = world.ask(3)
+    world.kill("engine-0")
+    world.kill("engine-1")
+    with pytest.raises(GroupError, match="no engine is left: .*engine-1: killed"):
+        await world.finish(asked)
+    with pytest.raises(GroupError, match="no engine is left"):
+        world.ask(1)
+    world = World(2)
+    await world.settle()
+    asked, push = world.ask(3), asyncio.ensure_future(world.driver.bring(update=(1, "load", {"number": 1})))
+    await asyncio.sleep(0)
+    world.driver.stop(GroupError("the group is closed", ""))
+    for waits in (world.finish(asked), world.until(push)):
+        with pytest.raises(GroupError, match="the group is closed"):
+            await waits

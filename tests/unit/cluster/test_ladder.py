@@ -1,25 +1,29 @@
-"""What a group decides, case by case; test_driver.py has it under random schedules."""
+"""What a group decides, case by case; test_driver.py and test_lending.py have it under random schedules."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from vllm_specrollout.cluster.ladder import Attach, Command, Copy, Engine, Move, Prices, Rules, Run, decide
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.reference import decoupled_plan as naive
+from vllm_specrollout.cluster.ladder import Attach, Copy, Engine, Prices, Run, Worker, assign, decide, lend
+
+METHODS = ("small", "large", "ngram")
 
 
 def engine(running: dict[str, Copy] | None = None, *, places: int = 4, **more: Any) -> Engine:
     return Engine(version=1, places=places, running=running or {}, host="here", **more)
 
 
-def decided(
-    engines: dict[str, Engine],
-    waiting: list[tuple[str, str]] | None = None,
-    *,
-    ladder: str = "off",
-    homes: dict[str, str] | None = None,
-    prices: Prices | None = None,
-) -> list[Command]:
-    return decide(waiting or [], engines, 1, homes or {}, Rules(ladder), prices or Prices())
+def decided(engines: dict[str, Engine], prices: Prices | None = None, *, moves: bool = True) -> list[Run]:
+    """Of what runs."""
+    return decide([], engines, 1, {}, prices or Prices(), {}, moves=moves)
+
+
+def lent(engines: dict[str, Engine]) -> list[Attach]:
+    return lend(engines, 4)
 
 
 def long(tokens: int = 400, steps: int = 400) -> Copy:
@@ -35,52 +39,39 @@ def measured(*, fill_s: float) -> Prices:
     return prices
 
 
-def test_siblings_go_to_one_engine_and_problems_to_the_emptiest() -> None:
-    engines = {"a": engine(), "b": engine()}
-    waiting = [(f"{problem}{i}", problem) for problem in "xy" for i in range(2)]
-    assert decided(engines, waiting) == [Run("a", "x0"), Run("a", "x1"), Run("b", "y0"), Run("b", "y1")]
-
-
-def test_siblings_of_a_full_engine_wait_unless_another_one_has_nothing_to_do() -> None:
-    full = engine({f"r{i}": Copy(1, 1) for i in range(4)})
-    busy = {"a": full, "b": engine({"q": Copy(1, 1)})}
-    assert decided(busy, [("x0", "x")], homes={"x": "a"}) == []
-    assert decided({"a": full, "b": engine()}, [("x0", "x")], homes={"x": "a"}) == [Run("b", "x0")]
-
-
 def test_an_engine_with_other_weights_or_none_gets_nothing() -> None:
     old, down = engine(), engine()
     old.version, down.version = 0, None
-    assert decided({"a": old, "b": down}, [("x", "x")]) == []
+    assert decide([("x", "x")], {"a": old, "b": down}, 1, {}, Prices(), {}, moves=True) == []
 
 
 def test_half_of_the_fullest_ones_requests_move_where_smaller_batches_repay_the_prefill() -> None:
     running = {f"r{i}": long(400 + i) for i in range(4)}
     engines = {"a": engine(running), "b": engine()}
-    moves = [Move("b", "r0", "a"), Move("b", "r1", "a")]
-    assert decided(engines, ladder="move", prices=measured(fill_s=1e-4)) == moves, "the shortest contexts"
-    assert decided(engines, ladder="move", prices=measured(fill_s=1e-1)) == [], "a prefill costs more than it brings"
-    assert decided(engines, ladder="move") == [], "nothing was measured"
-    assert decided(engines, prices=measured(fill_s=1e-4)) == []
+    moves = [Run("b", "r0", "a"), Run("b", "r1", "a")]
+    assert decided(engines, measured(fill_s=1e-4)) == moves, "the shortest contexts"
+    assert decided(engines, measured(fill_s=1e-1)) == [], "a prefill costs more than it brings"
+    assert decided(engines) == [], "nothing was measured"
+    assert decided(engines, measured(fill_s=1e-4), moves=False) == []
 
 
 def test_what_cannot_be_resumed_is_never_moved() -> None:
     running = {f"r{i}": Copy(10, 400 + i, 400, 400, may_move=i == 3) for i in range(4)}
-    found = decided({"a": engine(running), "b": engine()}, ladder="move", prices=measured(fill_s=1e-4))
-    assert found == [Move("b", "r3", "a")]
+    found = decided({"a": engine(running), "b": engine()}, measured(fill_s=1e-4))
+    assert found == [Run("b", "r3", "a")]
 
 
 def test_an_idle_engines_drafter_is_lent_to_stragglers_of_its_host_and_taken_back() -> None:
     slow = {"slow": long()}
     lender = engine(drafter="ipc:///d", method="small")
-    assert decided({"a": engine(slow), "b": lender}, ladder="attach") == [Attach("a", "b", ("slow",))]
+    assert lent({"a": engine(slow), "b": lender}) == [Attach("a", "b", ("slow",))]
     elsewhere = engine(drafter="ipc:///d", method="small")
     elsewhere.host = "there"
-    assert decided({"a": engine(slow), "b": elsewhere}, ladder="attach") == []
-    lent = engine(slow, lent={"b": ("slow",)})
-    assert decided({"a": lent, "b": lender}, ladder="attach") == [], "it is so already"
+    assert lent({"a": engine(slow), "b": elsewhere}) == []
+    helped = engine(slow, lent={"b": ("slow",)})
+    assert lent({"a": helped, "b": lender}) == [], "it is so already"
     busy = engine({"own": long()}, drafter="ipc:///d", method="small")
-    assert decided({"a": lent, "b": busy}, ladder="attach") == [Attach("a", "b")]
+    assert lent({"a": helped, "b": busy}) == [Attach("a", "b")]
 
 
 def test_one_drafter_is_lent_to_several_engines_and_to_no_more_than_its_share_of_requests() -> None:
@@ -89,11 +80,11 @@ def test_one_drafter_is_lent_to_several_engines_and_to_no_more_than_its_share_of
         "b": engine({f"b{i}": long(400, 300 - i) for i in range(3)}),
         "c": engine(drafter="ipc:///d", method="small"),
     }
-    found = decided(engines, ladder="attach")
+    found = lent(engines)
     assert found == [Attach("a", "c", ("a0", "a1", "a2")), Attach("b", "c", ("b0",))]
     engines["a"].lent, engines["b"].lent = {"c": ("a0", "a1", "a2")}, {"c": ("b0",)}
     del engines["a"].running["a1"]
-    assert decided(engines, ladder="attach") == [Attach("b", "c", ("b0", "b1"))], "its place goes to the next one"
+    assert lent(engines) == [Attach("b", "c", ("b0", "b1"))], "its place goes to the next one"
 
 
 def test_prices_lie_on_the_line_between_what_was_measured_and_nowhere_else() -> None:
@@ -109,7 +100,7 @@ def test_problems_with_long_answers_come_first_and_each_goes_where_the_least_is_
     engines = {"a": engine({"r": Copy(1, 1, left=250.0)}), "b": engine()}
     waiting = [(problem + "0", problem) for problem in "xyz"]
     forecasts = {"x": 100.0, "y": 300.0, "z": 200.0}
-    found = decide(waiting, engines, 1, {}, Rules(), Prices(), forecasts)
+    found = decide(waiting, engines, 1, {}, Prices(), forecasts, moves=False)
     assert found == [Run("b", "y0"), Run("a", "z0"), Run("b", "x0")]
 
 
@@ -117,5 +108,33 @@ def test_what_is_left_is_what_a_move_gains_where_lengths_are_known() -> None:
     prices = measured(fill_s=1e-4)
     for left, moves in ((1000.0, 1), (1.0, 0)):
         running = {f"r{i}": Copy(10, 400, 400, 400, left) for i in range(2)}
-        found = decided({"a": engine(running), "b": engine()}, ladder="move", prices=prices)
+        found = decided({"a": engine(running), "b": engine()}, prices)
         assert len(found) == moves
+
+
+def test_the_worst_request_gets_all_methods_before_the_next() -> None:
+    """The text's order; the printed loops would give `small` to all three first."""
+    workers = {method: Worker(method) for method in METHODS}
+    found = assign({"a": 0.9, "b": 0.2, "c": 0.5}, METHODS, workers, most=1)
+    assert found == {("b", method): method for method in METHODS}
+
+
+names = st.integers(0, 5).map("r{}".format)
+
+
+@given(
+    acceptance=st.dictionaries(names, st.floats(0.0, 1.0)),
+    methods=st.lists(st.sampled_from(METHODS), min_size=1, unique=True),
+    loads=st.lists(st.tuples(st.sampled_from(METHODS), st.integers(0, 4)), max_size=4),
+    most=st.integers(1, 4),
+    running=st.sets(st.tuples(names, st.sampled_from(METHODS))),
+)
+def test_it_does_what_the_text_says(acceptance, methods, loads, most, running) -> None:
+    workers = {f"w{i}": Worker(*load) for i, load in enumerate(loads)}
+    found = assign(acceptance, methods, workers, most=most, running=running)
+    after, pairs = naive.assign(
+        acceptance, methods, [(name, w.method, w.load) for name, w in workers.items()], most, running
+    )
+    assert found == pairs
+    assert all(method == workers[worker].method for (_, method), worker in found.items())
+    assert all(load <= max(most, *(w.load for w in workers.values()), 0) for _, _, load in after)

@@ -5,12 +5,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
 
+from tests.waiting import until
 from vllm_specrollout.cluster import mail
 from vllm_specrollout.cluster.mail import HIGH_WATER, Box, MailError, Office, check_served
 from vllm_specrollout.cluster.messages import VERSION, Bye, Hello, Message
@@ -19,22 +20,9 @@ from vllm_specrollout.errors import ConfigError
 HELLO = Hello(VERSION, 50)
 
 
-def until(holds: Callable[[], object]) -> None:
-    end = time.monotonic() + 60.0
-    while not holds():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.002)
-
-
-def heard(office: Office) -> list[tuple[bytes, Message]]:
-    found: list[tuple[bytes, Message]] = []
-    until(lambda: found.extend(office.receive()) or found)
-    return found
-
-
-def answered(box: Box) -> list[Message]:
-    found: list[Message] = []
-    until(lambda: found.extend(box.receive()) or found)
+def heard(end: Office | Box) -> list[Any]:
+    found: list[Any] = []
+    until(lambda: found.extend(end.receive()) or found)
     return found
 
 
@@ -58,7 +46,7 @@ def test_two_engines_and_a_drafter_hear_each_other(address: str) -> None:
     until(lambda: said.extend(office.receive()) or len(said) == 2)
     for name, message in said:
         assert office.send(name, Bye(str(message.vocab_size)))
-    assert [answered(box) for box in boxes] == [[Bye("0")], [Bye("1")]]
+    assert [heard(box) for box in boxes] == [[Bye("0")], [Bye("1")]]
     for end in (*boxes, office):
         end.close()
         end.close()
@@ -74,16 +62,6 @@ def test_a_drafter_that_is_begun_anew_is_found_again_and_hears_what_waited(addre
         assert box.send(HELLO)
     office = Office(where)
     assert {message for _, message in heard(office)} == {HELLO}
-    box.close()
-    office.close()
-
-
-def test_an_engine_finds_a_drafter_that_comes_after_it(tmp_path: Path) -> None:
-    address = f"ipc://{tmp_path}/socket"
-    box = Box(address)
-    assert box.send(HELLO)
-    office = Office(address)
-    assert heard(office)[0][1] == HELLO
     box.close()
     office.close()
 
@@ -225,19 +203,15 @@ def test_a_socket_is_its_owners_alone_and_one_left_behind_is_taken_over(tmp_path
     left.close()
     office = Office(f"ipc://{tmp_path}/socket")
     assert (tmp_path / "socket").stat().st_mode & 0o777 == 0o600
-    check_served(f"ipc://{tmp_path}/socket")
     office.close()
-    with pytest.raises(MailError, match="nobody serves"):
-        check_served(f"ipc://{tmp_path}/socket")
 
 
-def test_whether_somebody_serves_over_tcp_is_known(key: None) -> None:
-    office = Office("tcp://127.0.0.1:0")
+def test_whether_somebody_serves_is_known(address: str) -> None:
+    office = Office(address)
     check_served(office.address)
-    where = office.address
     office.close()
     with pytest.raises(MailError, match="nobody serves"):
-        check_served(where)
+        check_served(office.address)
 
 
 def test_ends_that_are_forgotten_hold_no_process_up() -> None:

@@ -7,7 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_specrollout.cluster import messages
-from vllm_specrollout.cluster.messages import Bye, Drafted, Hello, MessageError, Opened, Told, decode, encode
+from vllm_specrollout.cluster.messages import (
+    Bye,
+    Drafted,
+    Hello,
+    MessageError,
+    Opened,
+    Sampling,
+    Told,
+    Work,
+    decode,
+    encode,
+)
 
 
 def ints(*values: int) -> bytes:
@@ -18,10 +29,17 @@ def longs(*values: int) -> bytes:
     return np.array(values, np.int64).tobytes()
 
 
-OPENED = Opened(7, ints(5, 6, 7), 2, -(2**63), 0.7, 50, 0.9, 0.05, 512, 4)
+OPENED = Opened(7, ints(5, 6, 7), 2, Sampling(0.7, 50, 0.9, 0.05, -(2**63)), 512, 4)
 TOLD = Told(4, (OPENED,), longs(3), longs(8, 9), ints(2, 1), ints(1, 2, 3), 4)
 DRAFTED = Drafted(
-    longs(7), ints(9), ints(0, 2), ints(1, 2), ints(-1, 0), b"\0\1", np.float32([-0.1, -2]).tobytes(), 1.5, 3, 5, 7, 1
+    longs(7),
+    ints(9),
+    ints(0, 2),
+    ints(1, 2),
+    ints(-1, 0),
+    b"\0\1",
+    np.float32([-0.1, -2]).tobytes(),
+    Work(1.5, 3, 5, 7, 1),
 )
 ONE_OF_EACH = (Hello(messages.VERSION, 32_000), TOLD, DRAFTED, Bye("ended, naïvely"))
 
@@ -50,8 +68,8 @@ WRONG = {
     "a fan-out beyond the widest": changed(TOLD, fan_out=9),
     "an opened request without a prompt": opening(prompt_tokens=0),
     "a prompt longer than the request": opening(prompt_tokens=4),
-    "a nucleus of nothing": opening(top_p=0.0),
-    "a temperature that is no number": opening(temperature=float("nan")),
+    "a nucleus of nothing": opening(sampling=Sampling(0.7, top_p=0.0)),
+    "a temperature that is no number": opening(sampling=Sampling(float("nan"))),
     "a reason as long as a book": Bye("x" * 2000),
 }
 

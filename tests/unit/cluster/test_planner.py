@@ -106,18 +106,6 @@ def test_decoupling_pays_as_the_page_says(share: float, gains: tuple[float, ...]
     assert found == pytest.approx(gains, abs=0.01)
 
 
-def test_a_large_batch_does_not_give_a_device_away() -> None:
-    work = known(0.9, draft=AffineTime(0.01, 2.0), verify={1: AffineTime(0.3, 10.0, 0.3)})
-    assert plan_devices(work, 2, 1, one_host=True)[0].mode is Mode.DECOUPLED
-    assert plan_devices(work, 2, 256, one_host=True)[0].mode is not Mode.DECOUPLED
-
-
-@pytest.mark.parametrize(("gpus", "batch", "cause"), [(0, 1, "`devices` is 0"), (1, 0, "`batch` is 0")])
-def test_no_devices_or_no_requests_are_refused(gpus: int, batch: int, cause: str) -> None:
-    with pytest.raises(ConfigError, match=cause):
-        plan_devices(known(), gpus, batch)
-
-
 ENGINE: dict[str, Any] = {"draft": AffineTime(0.0, 2.0), "verify": {1: AffineTime(0.3, 13.0, 0.05)}}
 
 
@@ -145,11 +133,6 @@ def test_the_draft_ladder_has_what_gains_for_a_request_alone_the_best_first() ->
     slow = known(drafter="slow", draft=AffineTime(0.0, 40.0), verify=ENGINE["verify"])
     assert choose_ladder([slow, fair, fast]) == ("attach", ("fast", "fair"))
     assert choose_ladder([slow]) == choose_ladder([]) == ("move", ())
-
-
-def test_of_what_several_engines_know_of_a_drafter_that_counts_which_rests_on_most() -> None:
-    well, badly = known(**ENGINE, positions=4000), known(0.0, **ENGINE, positions=300)
-    assert choose_ladder([well, badly]) == choose_ladder([badly, well]) == ("attach", ("small",))
 
 
 def test_a_drafter_is_not_lent_where_history_drafts_as_well_as_it_does() -> None:

@@ -47,17 +47,6 @@ def test_steps_without_prompts_cost_prompts_nothing() -> None:
     assert (own.tokens, own.seconds) == (0, 0.0)
 
 
-def test_one_stall_does_not_make_prefills_dear() -> None:
-    prices = Prices()
-    assert prices.prefill_s(100) is None
-    prices.filled(0, 0.0)
-    assert prices.prefill_s(100) is None, "nothing was computed"
-    prices.filled(20, 5.0)
-    for _ in range(3):
-        prices.filled(960, 0.096)
-    assert prices.prefill_s(1000) == pytest.approx(0.1)
-
-
 @given(st.lists(st.tuples(st.integers(1, 5000), st.floats(0.0, 60.0)), min_size=1, max_size=100))
 def test_the_price_is_one_that_was_measured_and_half_of_the_tokens_cost_no_less(
     seen: list[tuple[int, float]],

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ pytest.importorskip("ray")
 import ray
 
 from tests.unit.cluster.standin import answer
+from tests.waiting import until
 from vllm_specrollout.cluster import SpecGroup
 from vllm_specrollout.cluster.ray import group as module
 from vllm_specrollout.cluster.ray.placement import _LOCAL
@@ -29,13 +29,6 @@ def _gpus() -> Iterator[None]:
         ray.init("local", num_cpus=2, num_gpus=4, **_LOCAL)
         yield
         ray.shutdown()
-
-
-def until(is_so: Callable[[], object]) -> None:
-    end = time.monotonic() + 60.0
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def test_a_freed_engines_drafter_wakes_on_its_own_gpu_and_sleeps_before_the_next_prefill(tmp_path: Path) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -51,32 +52,26 @@ def test_the_engine_of_either_trainers_actor_is_asked_in_its_loop(engine: Engine
     assert inside(SimpleNamespace(**{name: engine}), "assign_drafter", ("a", ["r"])) == [["assign_drafter", "a", ["r"]]]
 
 
-class Actor:
-    """A handle, as Ray has it."""
-
-    def __init__(self) -> None:
-        self.asked: list[Any] = []
-        self.__ray_call__ = SimpleNamespace(remote=self._remote)
-
-    def _remote(self, what: Callable[..., Any], *args: Any) -> Any:
-        self.asked.append((what, *args))
-        return SimpleNamespace(future=Future)
+def handle() -> Any:
+    """Of an actor, as Ray has it."""
+    own = SimpleNamespace(remote=Mock(return_value=Mock(future=Future)))
+    return SimpleNamespace(__ray_call__=own)
 
 
 def test_asking_returns_at_once_what_is_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    actor = Actor()
+    actor = handle()
     found = asking(actor)("spec_rollout_standing", ())
     assert isinstance(found, Future) and not found.done()
-    assert actor.asked == [(inside, "spec_rollout_standing", ())]
+    actor.__ray_call__.remote.assert_called_once_with(inside, "spec_rollout_standing", ())
 
 
 def test_nobody_is_asked_once_ray_has_ended_since_that_would_begin_it_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    actor = Actor()
+    actor = handle()
     with pytest.raises(GroupError, match="Ray has ended"):
         asking(actor)("spec_rollout_standing", ())
-    assert not actor.asked
+    assert not actor.__ray_call__.remote.called
     lending = lend([actor, actor])
     assert list(lending.status()["engines"]) == ["engine-0", "engine-1"]
     assert lending._thread is not None

@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("zmq")
 
 from tests.unit.history.archived import KIND, ROOM, RUN, all_of, answer
+from tests.waiting import until
 from vllm_specrollout.cluster.messages import encode
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.config.drafters import HistoryConfig
@@ -36,13 +37,6 @@ T = TypeVar("T")
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PAUSE_S", 0.01)
-
-
-def until(is_so: Callable[[], object], patience_s: float = 60.0) -> None:
-    end = time.monotonic() + patience_s
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def settled(read: Callable[[], T], wanted: T) -> T:

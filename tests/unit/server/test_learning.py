@@ -14,7 +14,7 @@ pytest.importorskip("zmq")
 
 from vllm_specrollout.config import parse
 from vllm_specrollout.server.asking import Call
-from vllm_specrollout.server.learning import Learning
+from vllm_specrollout.server.learning import HeadLearning
 from vllm_specrollout.training import parent, spot
 from vllm_specrollout.training.parent import Duty, Said, Wish
 
@@ -62,7 +62,7 @@ class FakeEngine:
             "is_asleep": False,
             "is_lent": False,
         }
-        self.learning = Learning(config, "target", lambda: self.now)
+        self.learning = HeadLearning(config, "target", lambda: self.now)
         self.refuses = False
 
     def answer(self, call: Call) -> list[list[Any]]:

@@ -6,12 +6,10 @@ All that a group knows lies in one event loop, on a thread of its own. Calls fro
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import msgspec
@@ -19,18 +17,16 @@ import ray
 
 from vllm_specrollout.cluster.batch import Answer, GroupError, RequestChecker
 from vllm_specrollout.cluster.driver import BEHIND, Driver, EngineLost
-from vllm_specrollout.cluster.ladder import Rules
+from vllm_specrollout.cluster.ladder import LADDERS
 from vllm_specrollout.cluster.lending import BEAT_S, Ask, Lending, Warm
 from vllm_specrollout.cluster.planner import choose_ladder
 from vllm_specrollout.cluster.profiles import DrafterProfile
-from vllm_specrollout.cluster.ray.calls import Calls
-from vllm_specrollout.cluster.ray.checks import check_group, check_places
 from vllm_specrollout.cluster.ray.placement import Needs, Placement
 from vllm_specrollout.cluster.transfer import Transfer
 from vllm_specrollout.config.arguments import check_engine, check_name
-from vllm_specrollout.config.checks import check_range
-
-logger = logging.getLogger("vllm.specrollout")
+from vllm_specrollout.config.checks import check_choice, check_range
+from vllm_specrollout.config.devices import Devices, check_apart, parse_devices
+from vllm_specrollout.errors import ConfigError
 
 REPLICA = "vllm_specrollout.server.replica:Replica"
 AUTO = "auto"
@@ -90,10 +86,12 @@ class SpecGroup:
     ) -> None:
         is_auto = drafters == AUTO
         models = () if is_auto else drafters
-        check_group(engines, ladder, models, spec_rollout, most, is_auto=is_auto)
-        for name, value in (("patience_s", patience_s), ("start_s", start_s)):
-            check_range(name, value, 1.0, 86400.0)
-        places = check_places(devices, engines)
+        _check(ladder, models, spec_rollout, is_auto=is_auto)
+        for name, count in (("engines", engines), ("most", most)):
+            check_range(name, count, 1, 4096)
+        for name, seconds in (("patience_s", patience_s), ("start_s", start_s)):
+            check_range(name, seconds, 1.0, 86400.0)
+        places = _places(devices, engines)
         if is_auto or models:
             # an engine takes no drafters otherwise
             given = dict(spec_rollout) if isinstance(spec_rollout, Mapping) else {}
@@ -110,17 +108,16 @@ class SpecGroup:
         self._is_closed, self._loop = False, asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="specrollout-group", daemon=True)
         try:
-            self._calls = Calls(self._placement.actors)
-            self._driver = Driver(self._calls, list(self._placement.actors), Rules(ladder, most), patience_s)
+            self._driver = Driver(self._placement, list(self._placement.actors), ladder, patience_s)
             self._lending: Lending | None = None
             self._thread.start()
             self._placement.wait(start_s)
-            self._run(self._begin(ladder, models, start_s, is_auto=is_auto))
+            self._run(self._begin(ladder, models, most, start_s, is_auto=is_auto))
         except BaseException:
             self.close()
             raise
 
-    async def _begin(self, ladder: str, models: Sequence[str], start_s: float, *, is_auto: bool) -> None:
+    async def _begin(self, ladder: str, models: Sequence[str], most: int, start_s: float, *, is_auto: bool) -> None:
         """Wait for the engines, and have them begin the drafters that are to help."""
         driver = self._driver
         driver.start()
@@ -132,9 +129,9 @@ class SpecGroup:
         driver.check_any()
         if is_auto:
             ladder, models = choose_ladder(await self._profiles())
-            driver.rules = Rules(ladder, driver.rules.most)
+            driver.ladder = ladder
         if models:
-            self._lending = Lending({}, most=driver.rules.most)
+            self._lending = Lending({}, most=most)
             for i, name in enumerate(self._placement.actors):
                 warm: Warm = (models[i % len(models)], [], dict(self._drafter_engine))  # on its own devices
                 self._lending.add({name: self._asking_of(name)}, warm)
@@ -149,10 +146,10 @@ class SpecGroup:
         """Drafters of idle engines are lent, where the ladder says so."""
         while True:
             await asyncio.sleep(BEAT_S)
-            lending.beat(is_lent=self._driver.rules.ladder == "attach" and not self._driver.wanted.asleep)
+            lending.beat(is_lent=self._driver.ladder == "attach" and not self._driver.wanted.asleep)
 
     def _asking_of(self, name: str) -> Ask:
-        return lambda method, args: asyncio.ensure_future(self._calls.call(name, "rpc", method, list(args), {}))
+        return lambda method, args: asyncio.ensure_future(self._placement.call(name, "rpc", method, list(args), {}))
 
     # --- what a trainer calls -----------------------------------------------------------------------------------------
 
@@ -190,21 +187,6 @@ class SpecGroup:
         """As `generate`, for a driver that goes on meanwhile."""
         return await asyncio.wrap_future(self._given(self._generate(prompts, params, lora)))
 
-    async def astream(
-        self, prompts: Sequence[str | Sequence[int]], params: Any, *, lora: Any = None
-    ) -> AsyncIterator[tuple[int, Answer]]:
-        """As `stream`."""
-        answers = self._stream(prompts, params, lora)
-        try:
-            while True:
-                found = await asyncio.wrap_future(self._given(_next(answers)))
-                if found is None:
-                    break
-                yield found
-        finally:
-            if not self._is_closed:
-                await asyncio.wrap_future(self._given(answers.aclose()))
-
     def update_weights(self, method: str = "reload_weights", **kwargs: Any) -> int:
         """New weights for all, by a method of vLLM's workers; returns the weights' version.
 
@@ -220,7 +202,7 @@ class SpecGroup:
             path: where the same weights are saved, for engines that are begun anew (`Transfer.path` changes it).
                 Without one they stay behind until the next weights come.
         """
-        return Transfer(self._driver, self._calls, self._ranks, path, self._run)
+        return Transfer(self._driver, self._placement, self._ranks, path, self._run)
 
     def begin_epoch(self, epoch: int | None = None) -> int:
         """All problems will be asked again; returns the epoch's number: by default one that no engine has begun.
@@ -272,9 +254,7 @@ class SpecGroup:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # --- in the loop --------------------------------------------------------------------------------------------------
@@ -330,7 +310,7 @@ class SpecGroup:
 
         async def ask(name: str) -> list[Any]:
             with suppress(EngineLost):
-                return [await self._calls.call(name, method, *args)]
+                return [await self._placement.call(name, method, *args)]
             return []
 
         up = [name for name, one in self._driver.engines.items() if one.version is not None]
@@ -366,7 +346,7 @@ class SpecGroup:
             }
         wanted = driver.wanted
         return {
-            "ladder": driver.rules.ladder,
+            "ladder": driver.ladder,
             "version": wanted.version,
             "epoch": wanted.epoch,
             "asleep": wanted.asleep,
@@ -391,3 +371,31 @@ async def _next(answers: AsyncGenerator[tuple[int, Answer], None]) -> tuple[int,
 
 def _closed() -> GroupError:
     return GroupError("the group is closed", "make another one")
+
+
+def _places(devices: Sequence[str] | None, engines: int) -> list[Devices] | None:
+    """Of each engine."""
+    if devices is None:
+        return None
+    if len(devices) != engines:
+        raise ConfigError(f"`devices` names {len(devices)} places for {engines} engines", "name one for each")
+    places = [parse_devices("devices", one) for one in devices]
+    check_apart("devices", places)
+    return places
+
+
+def _check(ladder: str, drafters: Sequence[str], spec_rollout: bool | Mapping[str, Any], *, is_auto: bool) -> None:
+    check_choice("ladder", ladder, LADDERS)
+    if isinstance(drafters, str) or not all(isinstance(model, str) and model for model in drafters):
+        raise ConfigError(f"`drafters` is {drafters!r}", "give a list of models")
+    if is_auto and ladder != "off":
+        raise ConfigError(f"`ladder` is {ladder!r}, and `drafters` is 'auto'", "drop `ladder`: it is chosen as well")
+    if ladder == "attach" and not drafters:
+        raise ConfigError(f"`ladder` is {ladder!r}, and `drafters` names none", "name the models that are to help")
+    if ladder in ("off", "move") and drafters:
+        raise ConfigError(f"`ladder` is {ladder!r}, and `drafters` is {list(drafters)!r}", "choose 'attach'")
+    if not spec_rollout:
+        raise ConfigError(
+            "`spec_rollout` is off, and without it no request can go on elsewhere",
+            'set {"budget": "off"} to decode plainly',
+        )

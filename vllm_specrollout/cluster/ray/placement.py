@@ -11,17 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from vllm_specrollout.cluster.batch import GroupError
+from vllm_specrollout.cluster.driver import EngineLost
 from vllm_specrollout.cluster.ray.actor import Actor
 from vllm_specrollout.config.arguments import check_answers, check_devices, check_folder, count_gpus
 from vllm_specrollout.config.devices import Devices
-from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.errors import ConfigError, SpecRolloutError
 
 logger = logging.getLogger("vllm.specrollout")
 
+_KINDS = ("CPU", "GPU")
+_NO_GPU = "leave it out: then engines run on cores"
 _SAY_S = 10.0
 """Seconds that a group may wait for its place before the log says so."""
 # an actor that is killed takes its processes with it; Ray takes this where it is started, and nowhere else
@@ -61,21 +65,16 @@ class Needs:
         """Of each engine."""
         return int(self.engine.get("tensor_parallel_size", 1)) * int(self.engine.get("pipeline_parallel_size", 1))
 
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Of one engine; its drafter has a share of it."""
-
-    # that the actor's process sees beside what Ray sets
-    environment: Mapping[str, str]
-    # that Ray counts
-    gpus: float = 0.0
-    # ranks that share its host's cores; 0: it has other devices
-    sharers: int = 0
+    def environment(self, index: int) -> dict[str, str]:
+        """That an engine's process sees beside what Ray sets."""
+        if self.devices is None:
+            return {}
+        own = self.devices[index]
+        return own.environment(self.ranks if own.kind == "cpu" else 1)
 
 
 class Placement:
-    """The actors of a group.
+    """The actors of a group, and its calls of them (`driver.Lines`), awaited in the driver's loop.
 
     Raises:
         ConfigError: no cluster of Ray is there, or what is there can never have these engines.
@@ -91,26 +90,27 @@ class Placement:
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
             if len(nodes) == 1:
                 check_here(needs)
-            places = _places(needs, _most(nodes, "GPU") > 0)
-            bundles = [{"CPU": needs.cpus} | ({"GPU": place.gpus} if place.gpus else {}) for place in places]
-            _check_room(bundles, nodes)
-            self._bundles = placement_group(bundles, "PACK")
-            for i, place in enumerate(places):
-                self.actors[f"engine-{i}"] = self._begin(needs, i, place)
+            has_gpus, count = any(node.get("GPU") for node in nodes), needs.count
+            gpus = _gpus(needs, has_gpus=has_gpus)
+            bundle = {"CPU": needs.cpus} | ({"GPU": gpus} if gpus else {})
+            _check_room(bundle, count, nodes)
+            self._bundles = placement_group([bundle] * count, "PACK")
+            # ranks that share their host's cores; 0: an engine has other devices
+            sharers = 0 if has_gpus or needs.devices is not None else needs.ranks
+            actor: Any = ray.remote(Actor)
+            for i in range(count):
+                placed = actor.options(
+                    num_cpus=needs.cpus,
+                    num_gpus=gpus,
+                    max_restarts=needs.max_restarts,
+                    max_task_retries=0,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(self._bundles, i),
+                    runtime_env={"env_vars": needs.environment(i)},
+                )
+                self.actors[f"engine-{i}"] = placed.remote(needs.replica, i, sharers, dict(needs.engine))
         except BaseException:
             self.close()
             raise
-
-    def _begin(self, needs: Needs, index: int, place: _Place) -> Any:
-        actor: Any = ray.remote(Actor)
-        return actor.options(
-            num_cpus=needs.cpus,
-            num_gpus=place.gpus,
-            max_restarts=needs.max_restarts,
-            max_task_retries=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._bundles, index),
-            runtime_env={"env_vars": dict(place.environment)},
-        ).remote(needs.replica, index, place.sharers, dict(needs.engine))
 
     def wait(self, most_s: float) -> None:
         """Until Ray has set aside what the actors need.
@@ -126,11 +126,33 @@ class Placement:
         if not self._bundles.wait(max(most_s - _SAY_S, 0.0)):
             raise GroupError(f"{cause}, and had no more for {most_s:.0f} s", "close what holds it, or ask for less")
 
+    async def call(self, engine: str, method: str, *args: Any) -> Any:
+        try:
+            return await self._ask(engine, method, *args)
+        except RayActorError as error:
+            # the last line of an actor's end is what ended it
+            *_, said = [line.strip() for line in f"{type(error).__name__}\n{error}".splitlines() if line.strip()]
+            raise EngineLost(said) from None
+        except RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, SpecRolloutError):
+                raise cause from None
+            raise GroupError(f"an engine refused: {type(cause).__name__}: {cause}", "see Ray's logs") from error
+
+    def send(self, engine: str, method: str, *args: Any) -> None:
+        self._ask(engine, method, *args)
+
+    def end(self, engine: str) -> None:
+        ray.kill(self.actors[engine], no_restart=False)
+
+    def _ask(self, engine: str, method: str, *args: Any) -> Any:
+        actor = self.actors[engine]
+        return actor.admit.remote(*args) if method == "admit" else actor.ask.remote(method, *args)
+
     def close(self) -> None:
         """End the actors, each with all its processes, and Ray where it was started here."""
         for actor in self.actors.values():
             ray.kill(actor)
-        self.actors = {}
         if self._bundles is not None:
             remove_placement_group(self._bundles)
             self._bundles = None
@@ -204,41 +226,29 @@ def _check_counts(needs: Needs, cores: int) -> None:
         raise ConfigError(cause, "begin fewer, or name cores that they share, as devices=['cpu:0', 'cpu:0']")
 
 
-_NO_GPU = "leave it out: then engines run on cores"
-
-
-def _check_room(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> None:
+def _check_room(bundle: Mapping[str, float], count: int, nodes: Sequence[Mapping[str, float]]) -> None:
     """What the whole cluster could not meet if all of it were free is waited for by nobody.
 
     Raises:
         ConfigError: it could not.
     """
-    ranks = max(bundle.get("GPU", 0.0) for bundle in bundles)
-    if ranks > _most(nodes, "GPU"):
-        cause = f"an engine has {ranks:g} GPUs, and no host of Ray's has more than {_most(nodes, 'GPU'):g}"
+    ranks, most = bundle.get("GPU", 0.0), max(node.get("GPU", 0.0) for node in nodes)
+    if ranks > most:
+        cause = f"an engine has {ranks:g} GPUs, and no host of Ray's has more than {most:g}"
         raise ConfigError(cause, "an engine of a group is on one host: give it fewer ranks")
-    if any(sum(one.get(kind, 0.0) for one in bundles) > sum(n.get(kind, 0.0) for n in nodes) for kind in _KINDS):
-        cause = f"the group needs {_total(bundles)} of Ray, which has {_total(nodes)} in all"
+    if any(count * bundle.get(kind, 0.0) > sum(node.get(kind, 0.0) for node in nodes) for kind in _KINDS):
+        cause = f"the group needs {_total([bundle] * count)} of Ray, which has {_total(nodes)} in all"
         raise ConfigError(cause, "begin fewer engines, or start Ray on more hosts")
 
 
-_KINDS = ("CPU", "GPU")
+def _gpus(needs: Needs, *, has_gpus: bool) -> float:
+    """Of each engine, that Ray counts.
 
-
-def _most(nodes: Sequence[Mapping[str, float]], kind: str) -> float:
-    """That one host has."""
-    return max((node.get(kind, 0.0) for node in nodes), default=0.0)
-
-
-def _places(needs: Needs, has_gpus: bool) -> list[_Place]:
-    """
     Raises:
-        ConfigError: GPUs are wanted where Ray counts none.
+        ConfigError: GPUs are wanted where Ray has none.
     """
-    if needs.devices is not None:
-        return [_Place(place.environment(needs.ranks if place.kind == "cpu" else 1)) for place in needs.devices]
-    if not has_gpus:
-        if needs.gpus:
-            raise ConfigError(f"`gpus` is {needs.gpus}, and Ray counts no GPU", _NO_GPU)
-        return [_Place({}, sharers=needs.ranks)] * needs.count
-    return [_Place({}, float(needs.ranks) if needs.gpus is None else needs.gpus)] * needs.count
+    if needs.gpus and needs.devices is None and not has_gpus:
+        raise ConfigError(f"`gpus` is {needs.gpus}, and Ray counts no GPU", _NO_GPU)
+    if needs.devices is not None or not has_gpus:
+        return 0.0
+    return float(needs.ranks) if needs.gpus is None else needs.gpus

@@ -19,9 +19,9 @@ import torch
 from msgspec.structs import replace
 
 from vllm_specrollout.cluster.child import Command, DrafterProcess, WarmDrafter
-from vllm_specrollout.cluster.line import Sampling
 from vllm_specrollout.cluster.link import SamplingOf
 from vllm_specrollout.cluster.mail import Box
+from vllm_specrollout.cluster.messages import Sampling
 from vllm_specrollout.cluster.planner import Plan, plan_engine
 from vllm_specrollout.cluster.profiles import DrafterProfile, Learning, kept, of_engine, save
 from vllm_specrollout.cluster.rates import Mode
@@ -220,7 +220,7 @@ def join(runner: Any) -> None:
     runner.spec_rollout.replace_drafters([*runner.spec_rollout.drafters, drafter])
     runner.spec_rollout.listeners.append(LinkCounter(drafter, runner.metrics))
     config, keep = config_of(runner.vllm_config), _keeper(runner.vllm_config)
-    runner.spec_rollout.listeners.append(Learning(drafter, keep))
+    runner.spec_rollout.listeners.append(Learning(drafter.links, keep))
     if isinstance(runner.model_drafter, ModelDrafter) and runner.placed is not Mode.COUPLED:
         runner.model_drafter.is_resting = True
         cores = set().union(*(os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")))

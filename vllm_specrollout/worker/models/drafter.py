@@ -16,16 +16,17 @@ import torch
 from vllm_specrollout.budgets.goodput import Acceptance
 from vllm_specrollout.budgets.step_cost import Price
 from vllm_specrollout.drafters.base import BaseDrafter
-from vllm_specrollout.drafters.levels import CHOICES, Levels, Sharpness
+from vllm_specrollout.drafters.coupling import Coupling, Likeliest
+from vllm_specrollout.drafters.levels import Levels
 from vllm_specrollout.observe.guard import CONTAINED
 from vllm_specrollout.types import DraftLimits, DraftMode, IntArray, RequestBatch, TreeBatch, VerifyResult, empty_trees
 from vllm_specrollout.worker.common import config_of
 from vllm_specrollout.worker.drafting import Drafting
 from vllm_specrollout.worker.models.proposing import (
-    Chooses,
     Enough,
     Entry,
     HeldRows,
+    NoiseAhead,
     Proposer,
     Seat,
     WaitingRows,
@@ -107,7 +108,7 @@ class Ranks:
 
 MOST_WAITING = 64 << 20
 """Bytes of hidden states that may wait for the proposer; with more it is fed though nobody asked."""
-_LEARN_EVERY = 8  # times drafted after which the candidates for the sharpness are compared once
+_LEARN_EVERY = 8  # times drafted of which one says how its model's distributions and the target's tokens go together
 MOST_UNSOUND = 64
 """Rows with logits that are no numbers, after which a model has failed."""
 MOST_UNMET = 4096
@@ -116,7 +117,7 @@ _WORST = -100.0  # log probability of a token that was drawn from no numbers
 _LOST = -1  # before any position
 
 
-def join(runner: Any, proposer: Proposer, noise: Chooses) -> ModelDrafter:
+def join(runner: Any, proposer: Proposer, noise: NoiseAhead) -> ModelDrafter:
     """The drafter around the proposer that vLLM has loaded for this runner; it drafts from now on."""
     source = len(config_of(runner.vllm_config).drafters)
     drafter = ModelDrafter(proposer, noise, source, Ranks(runner, runner.drafting))
@@ -153,7 +154,7 @@ class ModelDrafter(BaseDrafter):
     num_sources = 2
     is_in_step = True
 
-    def __init__(self, proposer: Proposer, noise: Chooses, source: int, ranks: Ranks) -> None:
+    def __init__(self, proposer: Proposer, noise: NoiseAhead, source: int, ranks: Ranks) -> None:
         self.proposer, self.of_vllm = proposer, proposer.of_vllm
         self.most_tokens = proposer.most_tokens
         self._ranks, self.is_on_ranks = ranks, ranks.are_several
@@ -161,8 +162,8 @@ class ModelDrafter(BaseDrafter):
         ranks.follow(lambda names, depth: self._run(names, depth))
         self.noise = noise
         self.source = source
-        self.sharpness, self.second_sharpness = Sharpness(), Sharpness()
-        """Of the chain's tokens, and of the alternatives beside them."""
+        self.coupling = Coupling()
+        """Of its distributions with the target's noise."""
         self.acceptance = Acceptance()
         self.version = 0
         """How often its weights were swapped."""
@@ -175,7 +176,7 @@ class ModelDrafter(BaseDrafter):
         self._has_alternatives = True
         # [R] the requests that are drafted for
         self.entries: list[Entry] = []
-        self._temperatures = torch.ones(0)
+        self._temperatures, self._are_greedy = torch.ones(0), torch.ones(0, dtype=torch.bool)
         self._levels = Levels(0, np.ones(1), 0.0)
         # of its levels, those that the host has not read yet: tokens, and the logarithms of their probabilities
         self._drawn: list[torch.Tensor] = []
@@ -186,8 +187,9 @@ class ModelDrafter(BaseDrafter):
         self._has_outgrown = False
         # rows whose logits were no numbers; nodes verified since the last accepted one, and whether there was any
         self._unsound, self._unmet, self._was_met = 0, 0, False
-        # request -> [1 + 2 * CHOICES] tokens: the one drafted, what each candidate would have drafted, and beside it
-        self._trial: dict[str, np.ndarray] = {}
+        # what was known of each level that is learned from, and the chain's tokens [R] there; request -> row in them
+        self._watched: list[tuple[Likeliest, torch.Tensor]] = []
+        self._watched_rows: dict[str, int] = {}
 
     # --- what it is fed with -----------------------------------------------------------------------------------------
 
@@ -251,12 +253,12 @@ class ModelDrafter(BaseDrafter):
     def feed(self, rows: HeldRows) -> None:
         """Rows that the target has computed and that hold; `seats` are those of their step."""
         self.waiting.add(rows)
-        if self._trial:
+        if self._watched_rows:
             self._learn(rows)
 
     def forget(self, request_id: str) -> None:
         self._next.pop(request_id, None)
-        self._trial.pop(request_id, None)
+        self._watched_rows.pop(request_id, None)
         self._prompts.discard(request_id)
         self.waiting.forget(request_id)
 
@@ -290,9 +292,13 @@ class ModelDrafter(BaseDrafter):
         self.entries = [self.seats[name].entry for name in names]
         temperatures = [1.0 if entry.is_greedy else entry.temperature for entry in self.entries]
         self._temperatures = torch.tensor(temperatures, dtype=torch.float32)
+        self._are_greedy = torch.tensor([entry.is_greedy for entry in self.entries])
         self._levels = Levels(len(names), self._survival(), limits.token_ms, batch.ends_of(index))
         self._drawn = []
         self._times += 1
+        self._watched, self._watched_rows = [], {}
+        if self._times % _LEARN_EVERY == 1:
+            self._watched_rows = {name: i for i, name in enumerate(names)}
         self._has_alternatives = self.is_comb and not limits.is_chain[index].all()
         self._ranks.order(names, depth)
         begin = time.perf_counter()
@@ -306,12 +312,13 @@ class ModelDrafter(BaseDrafter):
         return self._levels.trees(batch, limits, np.asarray(index), self.source)
 
     def begin_anew(self) -> None:
-        """Its weights are others: what was learned of the old ones is forgotten."""
+        """Its weights are others: of what was learned of the old ones, the coupling is where the new ones begin."""
         self.version += 1
         self.is_resting = False
-        self.sharpness, self.second_sharpness, self.acceptance = Sharpness(), Sharpness(), Acceptance()
+        self.coupling.fade()
+        self.acceptance = Acceptance()
         self._unsound, self._unmet, self._was_met = 0, 0, False
-        self._trial.clear()
+        self._watched_rows.clear()
 
     def observe(self, trees: TreeBatch, result: VerifyResult) -> None:
         counts = self.acceptance.count(trees, result)
@@ -349,15 +356,12 @@ class ModelDrafter(BaseDrafter):
             Enough: another level is not worth its pass.
         """
         scaled, depth = self.scaled(logits), self._levels.depth + len(self._drawn)
-        first = self.noise.choose(scaled * self.sharpness.value, self.entries, depth)
-        tokens = [first]
-        if self._has_alternatives:
-            others = scaled.scatter(1, first[:, None], float("-inf"))
-            tokens.append(self.noise.choose(others * self.second_sharpness.value, self.entries, depth))
-        if depth == 0 and self._times % _LEARN_EVERY == 1:
-            self._try_all(scaled, first)
-        drawn = torch.stack(tokens, dim=1)
-        log_q = scaled.log_softmax(dim=-1).gather(1, drawn)
+        likeliest = self.likeliest(scaled, depth)
+        known = self.coupling.log_probabilities(likeliest, self._are_greedy.to(logits.device))[:, :-1]
+        log_q, place = known.topk(2 if self._has_alternatives and known.shape[1] > 1 else 1, dim=-1)
+        drawn = likeliest.tokens.gather(1, place)
+        if self._watched_rows:
+            self._watched.append((likeliest, drawn[:, 0]))
         # what is no number tells the host so, with the copy that it reads anyway
         log_q = log_q + logits.amax(dim=-1, keepdim=True).float() * 0.0
         # one copy: 64 bits of floating point hold both as they are
@@ -367,7 +371,7 @@ class ModelDrafter(BaseDrafter):
             self._read()
             if self._levels.is_enough(self._pass_price.of(len(self.entries))):
                 raise Enough
-        return tokens[0]
+        return drawn[:, 0]
 
     def _read(self) -> None:
         """The levels that were drawn since the last time come to the host, in one copy."""
@@ -384,34 +388,36 @@ class ModelDrafter(BaseDrafter):
         scaled = logits / self._temperatures.to(logits.device)[:, None]
         return scaled - scaled.amax(dim=-1, keepdim=True)
 
-    # --- how sharp ---------------------------------------------------------------------------------------------------
-
-    def _try_all(self, scaled: torch.Tensor, first: torch.Tensor) -> None:
-        """What each candidate would draft as the next token, and as the alternative of the first choice [R]."""
-        entries, others = self.entries, scaled.scatter(1, first[:, None], float("-inf"))
-        drawn = [first]
-        drawn += [self.noise.choose(logits * choice, entries, 0) for logits in (scaled, others) for choice in CHOICES]
-        tokens = torch.stack(drawn, dim=1).cpu().numpy()
-        self._trial = {
-            entry.view.request_id: own for entry, own in zip(entries, tokens, strict=True) if not entry.is_greedy
-        }
+    def likeliest(self, scaled: torch.Tensor, depth: int) -> Likeliest:
+        """Of `scaled` logits, with the noise of the position so far ahead."""
+        found = Likeliest.of(scaled)
+        noise = self.noise.ahead(found.tokens, self.entries, depth)
+        noise = noise.masked_fill(self._are_greedy.to(noise.device)[:, None], 0.0)
+        found.noise[:, :-1] = noise
+        return found
 
     def _learn(self, rows: HeldRows) -> None:
-        """The target's tokens are known: the first row of a request holds the token drafted from, the second, if any,
-        what was met; else it is the next one sampled."""
+        """The target's tokens are known: the first row of a request holds the token drafted from, those behind it what
+        it went on with, and the last one was sampled in this step."""
         starts = np.concatenate([[0], np.cumsum(rows.counts)])[:-1].tolist()
-        tokens, met = rows.token_ids.cpu().numpy(), []
+        tokens = rows.token_ids.cpu().numpy()
+        chains = torch.stack([chain for _, chain in self._watched], dim=1).cpu().numpy()
+        # level, row among the requests of then, and the token that the target took
+        met: list[tuple[int, int, int]] = []
         for name, start, count in zip(rows.request_ids, starts, rows.counts.tolist(), strict=True):
-            own = self._trial.pop(name, None) if name is not None else None
-            if own is None or name is None:
+            row = self._watched_rows.get(name) if name is not None else None
+            if row is None or name is None:
                 continue
-            seat = self.seats.get(name)
-            if count > 1 or seat is not None:
-                met.append(own == (tokens[start + 1] if count > 1 else seat.next_token))  # type: ignore[union-attr]
-        self._trial.clear()
-        if not met:
-            return
-        hits = np.stack(met)
-        self.sharpness.observe(hits[:, 1 : 1 + len(CHOICES)])
-        # an alternative counts where the first choice was wrong
-        self.second_sharpness.observe(hits[~hits[:, 0], 1 + len(CHOICES) :])
+            path = tokens[start + 1 : start + count].tolist()
+            if (seat := self.seats.get(name)) is not None:
+                path.append(seat.next_token)
+            for level, token in enumerate(path[: chains.shape[1]]):
+                met.append((level, row, token))
+                if token != chains[row, level]:
+                    break
+        watched, self._watched, self._watched_rows = self._watched, [], {}
+        if met:
+            level, row, taken = (torch.tensor(column) for column in zip(*met, strict=True))
+            columns = ("tokens", "log_q", "noise")
+            own = (torch.stack([getattr(one, name) for one, _ in watched])[level, row] for name in columns)
+            self.coupling.observe(Likeliest(*own), self._are_greedy[row], taken)

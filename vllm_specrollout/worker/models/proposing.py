@@ -42,12 +42,12 @@ class Entry(Protocol):
         ...
 
 
-class Chooses(Protocol):
+class NoiseAhead(Protocol):
     """One engine's noise, as far as a drafter meets it."""
 
-    def choose(self, logits: torch.Tensor, entries: Sequence[Any], depth: int) -> torch.Tensor:
-        """[R] int64 the tokens that these logits [R, vocab] float32 and the noise so far ahead choose; the best ones of
-        greedy requests. A drafter's logits, then, are met by the target's own noise."""
+    def ahead(self, tokens: torch.Tensor, entries: Sequence[Any], depth: int) -> torch.Tensor:
+        """[R, M] float32 the Gumbel noise of these tokens [R, M] at the position so far ahead, with which the target's
+        own token is chosen there; of greedy requests anything finite."""
         ...
 
 

@@ -14,6 +14,7 @@ from itertools import repeat
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
@@ -338,10 +339,31 @@ class Noise(Protocol):
         """What was laid out ahead of the tapes is dropped, and no request is remembered: one is over."""
         ...
 
-    def choose(self, logits: torch.Tensor, entries: Sequence[RequestEntry], depth: int) -> torch.Tensor:
-        """[R] int64 the tokens that these logits [R, vocab] float32 and the noise so far ahead choose; the best ones of
-        greedy requests. A drafter's logits, then, are met by the target's own noise."""
+    def ahead(self, tokens: torch.Tensor, entries: Sequence[RequestEntry], depth: int) -> torch.Tensor:
+        """[R, M] float32 the Gumbel noise of these tokens [R, M] int64 at the position so far ahead, so that a drafter
+        knows with what the target's own token will be chosen; of greedy requests anything finite."""
         ...
+
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def gumbel_of(seeds: SeedArray, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """[R, M] float32 the noise of tokens [R, M] under seeds [R], as `fused_gumbel_argmax` adds it.
+
+    The token's word of the stream that SplitMix64 begins with the seed (Steele, Lea and Flood, "Fast splittable
+    pseudorandom number generators", 2014), turned into a Gumbel variable.
+    """
+    place = (tokens + 1).astype(np.uint64)
+    bits = _mixed(_mixed(seeds.astype(np.uint64))[:, None] + place * _GAMMA) >> np.uint64(11)
+    uniform = (bits.astype(np.float64) + 0.5) * 2.0**-53
+    return (-np.log(-np.log(uniform))).astype(np.float32)
 
 
 class SeedNoise:
@@ -391,11 +413,10 @@ class SeedNoise:
                 entry.tape.advance(self._sampled)
         self._batch, self._sampled = (), 0
 
-    def choose(self, logits: torch.Tensor, entries: Sequence[RequestEntry], depth: int) -> torch.Tensor:
+    def ahead(self, tokens: torch.Tensor, entries: Sequence[RequestEntry], depth: int) -> torch.Tensor:
         self.settle()
         seeds = [0 if e.tape is None else e.tape.peek(depth + 1)[depth] for e in entries]
-        chosen = torch.ops._C.fused_gumbel_argmax(logits, torch.tensor(seeds, dtype=torch.int64)).to(torch.int64)
-        return _greedy_where_asked(chosen, logits, entries)
+        return torch.from_numpy(gumbel_of(np.array(seeds, dtype=np.int64), tokens.numpy()))
 
 
 class ExponentialNoise:
@@ -435,10 +456,10 @@ class ExponentialNoise:
     def settle(self) -> None:
         """Nothing is laid out ahead."""
 
-    def choose(self, logits: torch.Tensor, entries: Sequence[RequestEntry], depth: int) -> torch.Tensor:
+    def ahead(self, tokens: torch.Tensor, entries: Sequence[RequestEntry], depth: int) -> torch.Tensor:
         noise = torch.stack([self._ones if e.tape is None else e.tape.peek(depth + 1)[depth] for e in entries])
-        chosen = sample_with_exponential_noise(logits.softmax(dim=-1), noise).view(-1).to(torch.int64)
-        return _greedy_where_asked(chosen, logits, entries)
+        # where p / e is largest, log p - log e is
+        return -noise.gather(1, tokens).clamp(min=torch.finfo(torch.float32).tiny).log()
 
 
 def _advance(entries: Sequence[RequestEntry], counts: IntArray | None, is_discarded: BoolArray) -> None:
@@ -455,13 +476,6 @@ def fewer(trees: TreeBatch, most_nodes: int | None) -> TreeBatch:
         return trees
     share = most_nodes // np.count_nonzero(trees.sizes)
     return cut(trees, np.full(trees.num_requests, share, dtype=np.int32))
-
-
-def _greedy_where_asked(chosen: torch.Tensor, logits: torch.Tensor, entries: Sequence[RequestEntry]) -> torch.Tensor:
-    is_greedy = [entry.tape is None for entry in entries]
-    if not any(is_greedy):
-        return chosen
-    return torch.where(torch.tensor(is_greedy), logits.argmax(dim=-1), chosen)
 
 
 def _depths_by_request(node_start: IntArray, row_depth: IntArray) -> Iterator[IntArray]:

@@ -12,7 +12,6 @@ from vllm_specrollout.bench.studies.formulas import StepLine
 from vllm_specrollout.bench.studies.h200 import RealSteps
 
 from tests.unit.bench.studies.builders import mixed
-from vllm_specrollout.cluster import ladder
 from vllm_specrollout.cluster.rates import coupled_rate
 
 VERIFIER = StepLine(base=5.0, request=0.05, steep=0.017, knee=256.0)
@@ -21,8 +20,7 @@ FREE, MODEL = StepLine(base=0.0), StepLine(base=2.0)
 
 def site(engines=2, mode="off", **given):
     given = {"drafts": False, "prefill_ms": 0.0, "prompt": 0, **given}
-    rules = ladder.Rules(mode)
-    return Site(engines=engines, per_host=8, places=64, verifier=VERIFIER, drafters=(FREE, MODEL), rules=rules, **given)
+    return Site(engines=engines, per_host=8, places=64, verifier=VERIFIER, drafters=(FREE, MODEL), ladder=mode, **given)
 
 
 def on(*counts):
@@ -96,11 +94,11 @@ def test_the_products_own_ladder_decides(monkeypatch):
     before = simulate(work, run, on(1, 1))
     asked = []
 
-    def nobody_helps(waiting, engines, *rest):
+    def nobody_helps(engines, *rest):
         asked.append(len(engines))
         return []
 
-    monkeypatch.setattr(cluster.ladder, "decide", nobody_helps)
+    monkeypatch.setattr(cluster.ladder, "lend", nobody_helps)
     after = simulate(work, run, on(1, 1))
     assert asked and after.makespan_ms > 1.3 * before.makespan_ms
 
