@@ -83,7 +83,8 @@ class HeadLearning:
         actions = self._spot.decide(heard)
         for action in actions:
             self._do(action)
-        if (number := max(self._parent.numbers_in(self.folder), default=0)) > self._loaded:
+        number = max(self._parent.numbers_in(self.folder), default=0)
+        if number > self._loaded and not found[0]["is_asleep"]:
             yield from self._load(number)
         if not any(isinstance(one, self._spot.Prefill) for one in actions):
             return False
@@ -116,13 +117,15 @@ class HeadLearning:
 
     @property
     def is_learning(self) -> bool:
+        if self._trainer is not None and self._trainer.error:
+            return False
         return self._heard().trainer.is_learning or self._spot.needs_learning(self._engine)
 
     @property
     def is_waiting(self) -> bool:
         """Whether nothing goes on until further answers come; rows may still be on their way."""
         own, engine = self._trainer, self._engine
-        if own is None or own.error:
+        if own is None:
             return not self.is_learning or not self._leads()
         is_publishing = own.wish.publish > max(own.said.published, own.said.failed)
         is_out = own.said.wants_rows and not own.said.has_more and not engine.has_answers

@@ -6,6 +6,7 @@ All that it is told is a state and no event, so one that was killed hears the sa
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import sys
 import tempfile
@@ -20,6 +21,8 @@ import zmq
 from vllm_specrollout.cluster.child import DrafterProcess, DrafterProcessError
 from vllm_specrollout.config import envs
 from vllm_specrollout.config.devices import together
+
+logger = logging.getLogger("vllm.specrollout")
 
 MODULE = "vllm_specrollout.training.process"
 
@@ -152,6 +155,7 @@ class TrainerProcess:
                 self.duty = msgspec.structs.replace(self.duty, done=done)
         except DrafterProcessError as error:
             self.error = str(error)
+            logger.warning("Spec rollout: the head learns no more: %s", error.cause)
         while self._socket.poll(0):
             said = msgspec.msgpack.decode(self._socket.recv(), type=Said)
             if not self._process.is_ready:
