@@ -80,7 +80,7 @@ class DrafterMixin(_Base):
             "positions": positions,
             "met": met,
             "is_trained": not runner.model_drafter.is_resting,
-            "went_back": getattr(runner.model_drafter, "went_back", 0),
+            "went_back": getattr(getattr(runner.model_drafter, "heads", None), "went_back", 0),
             "is_asleep": self._is_asleep,
             "is_lent": warm is not None and bool(warm.address),
         }
