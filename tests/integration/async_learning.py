@@ -20,7 +20,7 @@ from vllm_specrollout.training import parent, spot
 
 PROMPTS, LIMIT_S = [prompt_text(one.prompt) for one in problems(96, seed=3, split="train")], 240.0
 # a head that a few seconds make is good enough here
-spot.WORTH = 0.05  # type: ignore[misc]
+spot.WORTH = 0.02  # type: ignore[misc]
 parent.Duty = functools.partial(parent.Duty, judge_rows=2048)  # type: ignore[misc, assignment]
 
 

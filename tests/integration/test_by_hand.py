@@ -95,7 +95,7 @@ def test_a_head_is_made_and_trained_further_and_answers_that_come_meanwhile_coun
         assert about["num_hidden_layers"] == 1 and about["architectures"] == ["LlamaForCausalLM"]
         assert "fc.weight" in names and not any("embed" in name or "lm_head" in name for name in names)
     further = training(target, file, tmp_path / "second", method=method, start=tmp_path / "first" / "1").train(1)
-    assert further.serving == pytest.approx(said.own, abs=0.1), "what was kept is what was judged, but for its dtype"
+    assert further.serving == pytest.approx(said.own, abs=0.25), "what was kept is what was judged, but for its dtype"
 
 
 def test_with_little_memory_answers_are_computed_in_turns_and_each_is_used(target, tmp_path) -> None:
