@@ -118,9 +118,9 @@ def test_nothing_to_judge_by_and_no_answer_are_refused(target, tmp_path) -> None
     ("given", "cause"),
     [
         (("eagle", 2, 100, {}), "an `eagle` head has its target's output head"),
-        (("medusa", 2, 0, {}), "`method` is 'medusa'"),
+        (("medusa", 2, 0, {}), "`method` names 'medusa'"),
         (("eagle3", 1, 0, {}), "`num_levels` is 1"),
-        (("eagle3", 2, 0, {"loss": "mse"}), "`loss` is 'mse'"),
+        (("eagle3", 2, 0, {"loss": "mse"}), "`loss` names 'mse'"),
     ],
 )
 def test_what_a_trainer_cannot_have_is_refused_before_anything_begins(given: Any, cause: str) -> None:
