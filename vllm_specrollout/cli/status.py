@@ -41,6 +41,8 @@ class Status:
     unaccepted: tuple[str, ...] = ()
     # drafter -> tokens of a request beyond which it drafts for nobody
     most_tokens: dict[str, int] = field(default_factory=dict)
+    # of a head that goes on learning, what is said of it; else empty
+    learns: str = ""
 
     @property
     def is_well(self) -> bool:
@@ -67,6 +69,7 @@ class Status:
             lines.append(f"  {name:<14}  {self.accepted[name]:.0%} of {count} draft tokens accepted")
         lines += [f"  {name:<14}  accepted nothing since the last weights" for name in self.unaccepted]
         lines += [f"  {name:<14}  nobody beyond {most} tokens" for name, most in sorted(self.most_tokens.items())]
+        lines += [f"  learning        {self.learns}"] if self.learns else []
         lines += [f"  failed          {part}: {count} times" for part, count in sorted(self.failures.items())]
         if self.verdict == "off":
             lines.append("\nhint: `vllm serve MODEL --spec-rollout`; `specrollout doctor` says whether it works here")
@@ -143,6 +146,20 @@ def judge(now: Series, before: Series | None = None) -> Status:
         failures=failures,
         unaccepted=tuple(sorted({own["source"] for own, value in now.get("accepted_nothing", ()) if value})),
         most_tokens={own["source"]: int(value) for own, value in now.get("most_tokens", ())},
+        learns=_learns(now),
+    )
+
+
+def _learns(now: Series) -> str:
+    """Of several engines, what the first one says."""
+    if "trainer_state" not in now:
+        return ""
+    rate = {labels["when"]: value for labels, value in now.get("head_match_rate", ())}
+    state = [labels["state"] for labels, value in now["trainer_state"] if value]
+    rows, seconds = (now[name][0][1] for name in ("trainer_rows", "trainer_seconds"))
+    return (
+        f"met {rate.get('now', 0.0):.0%} of the time, {rate.get('at publication', 0.0):.0%} at its publication; trainer"
+        f" {state[0] if state else 'resting'}, {rows:.0f} rows in {seconds:.0f} s"
     )
 
 

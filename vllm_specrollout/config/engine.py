@@ -147,6 +147,11 @@ class SpecRolloutConfig:
             why = f"`{name}` is not among `drafters` {list(self.drafters)}"
             way = f"add it: {json.dumps({'drafters': [*self.drafters, name]})}"
             check_is_on(name, getattr(self, name), name in self.drafters, why, way)
+        if self.train.mode == "auto" and self.placement != "coupled":
+            raise ConfigError(
+                f"`train` is `auto`, and `placement` is `{self.placement}`; heads learn in the target's own steps",
+                "leave one of the two out",
+            )
         way = 'set {"placement": "decoupled"}'
         check_is_on("decoupled", self.decoupled, self.is_decoupled, "`placement` is `coupled`", way)
         if self.devices and not (self.is_decoupled and not self.decoupled.address):
@@ -308,6 +313,8 @@ def _build(cls: type, values: Mapping[str, Any], origin: str, prefix: str = "") 
 def _build_nested(cls: Any, value: Any, origin: str, name: str) -> Any:
     if isinstance(value, cls):
         return value
+    if cls is LearnConfig and isinstance(value, str):
+        value = {"mode": value}
     if not isinstance(value, Mapping):
         cause = f"`{name}` is {shown(value)}, of type {type(value).__name__}"
         raise ConfigError(cause, f"give an object with the keys: {', '.join(declared(cls))}")

@@ -32,6 +32,7 @@ from vllm_specrollout.worker.models.proposing import (
     WaitingRows,
     first_rows,
     have_prompts,
+    is_untrained,
     rows_that_hold,
 )
 
@@ -120,6 +121,7 @@ def join(runner: Any, proposer: Proposer, noise: NoiseAhead) -> ModelDrafter:
     """The drafter around the proposer that vLLM has loaded for this runner; it drafts from now on."""
     source = len(config_of(runner.vllm_config).drafters)
     drafter = ModelDrafter(proposer, noise, source, Ranks(runner, runner.drafting))
+    drafter.is_resting = is_untrained(proposer.of_vllm)
     runner.spec_rollout.replace_drafters([*runner.spec_rollout.drafters, drafter])
     runner.metrics.bounded(drafter.name, drafter.most_tokens)
     return drafter
@@ -312,6 +314,7 @@ class ModelDrafter(BaseDrafter):
     def begin_anew(self) -> None:
         """Its weights are others: of what was learned of the old ones, the coupling is where the new ones begin."""
         self.version += 1
+        self.is_resting = False
         self.coupling.fade()
         self.acceptance = Acceptance()
         self._unsound, self._unmet, self._was_met = 0, 0, False
