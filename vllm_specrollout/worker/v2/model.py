@@ -239,3 +239,4 @@ class DeviceModel(LateDrafts):
         self.version += 1
         self.coupling.fade()
         self._watched = None
+        self.is_resting = False
