@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json as json_module
 import shutil
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -53,7 +54,7 @@ def train_head(
     then. Every tenth answer is held out. In the end it says how many drafts would be accepted there.
     """
     _check_installed()
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
     from vllm_specrollout.server.by_hand import HandTraining
     from vllm_specrollout.training.answer_file import AnswerFile
@@ -66,11 +67,6 @@ def train_head(
     _check_learner(method, levels, draft_vocab, learner)
     config = AutoConfig.from_pretrained(str(target))
     shape = getattr(config, "text_config", config)
-    tokenizer = cache(lambda: AutoTokenizer.from_pretrained(str(target)))
-
-    def encode(text: str, begins: bool) -> list[int]:
-        return list(tokenizer().encode(text, add_special_tokens=begins))
-
     duty = Duty(
         target=str(target),
         dir=str(out),
@@ -82,7 +78,7 @@ def train_head(
         memory_gib=memory_gib,
         judge_rows=judge_rows,
     )
-    training = HandTraining(duty, AnswerFile(answers, encode, shape.vocab_size), shape)
+    training = HandTraining(duty, AnswerFile(answers, _encoder(target), shape.vocab_size), shape)
     if start is None and not (out / "0" / "config.json").exists():
         drafted = frequent_tokens(training.waiting, shape.vocab_size, draft_vocab) if draft_vocab else None
         make_head(target, out / "0", method, levels, drafted, seed)
@@ -93,6 +89,18 @@ def train_head(
         (out / str(number) / name).replace(out / name)
     shutil.rmtree(out / str(number))
     _tell(out, start, said, len(training.done), levels, is_json=json)
+
+
+def _encoder(target: Path) -> Callable[[str, bool], list[int]]:
+    """Of a text, and whether it begins a prompt; the tokenizer is loaded once there is a text."""
+    from transformers import AutoTokenizer
+
+    tokenizer = cache(lambda: AutoTokenizer.from_pretrained(str(target)))
+
+    def encode(text: str, begins: bool) -> list[int]:
+        return list(tokenizer().encode(text, add_special_tokens=begins))
+
+    return encode
 
 
 def _check_learner(method: str, levels: int, draft_vocab: int, learner: dict[str, Any]) -> None:
