@@ -16,7 +16,6 @@ from vllm_specrollout.budgets.base import Budget
 from vllm_specrollout.drafters.base import Drafter
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.metrics import Metrics
-from vllm_specrollout.observe.timeline import TimelineListener
 from vllm_specrollout.replay.recorder import Recorder
 
 DRAFTERS: list[type[Drafter]] = [
@@ -34,4 +33,4 @@ BUDGETS: list[type[Budget]] = [
     test_speculator.Remembers,
     test_v1_small.Forgets,
 ]
-LISTENERS: list[type[Listener]] = [Metrics, Recorder, SwitchCounter, TimelineListener]
+LISTENERS: list[type[Listener]] = [Metrics, Recorder, SwitchCounter]

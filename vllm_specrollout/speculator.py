@@ -40,7 +40,7 @@ from vllm_specrollout.types import (
 )
 
 Answer = TypeVar("Answer")
-_UNWATCHED = "metrics, a timeline or a recording lack a step"
+_UNWATCHED = "metrics or a recording lack a step"
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,7 +213,9 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "drafters": _drafters,
     "decoupled": _of(DECOUPLED),
     "ladder": _of(LADDER),
-    "driver": _of(columns("engines", "ladder", "share", "decision_ms", "first_ms", "reports", "moved", "lent")),
+    "driver": _of(
+        columns("engines", "ladder", "share", "stand_ins", "decision_ms", "first_ms", "reports", "moved", "lent")
+    ),
     "soak": _of(SOAK),
     "index": _of(INDEX),
     "kernels": _gpu,

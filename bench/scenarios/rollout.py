@@ -12,7 +12,10 @@ from typing import Any, ClassVar
 
 from vllm_specrollout.cli import flags as cli_flags
 from vllm_specrollout.config import BUDGETS, MAX_NODES, SpecRolloutConfig
-from vllm_specrollout.observe.timeline import Segment, summarise
+from vllm_specrollout.replay.files import read_trace
+from vllm_specrollout.replay.records import Trace
+from vllm_specrollout.report.rollouts import rollouts_of, steps_of
+from vllm_specrollout.report.walk import walk
 
 from ..policy.reward import problems, reward
 from ..policy.tasks import Problem
@@ -23,6 +26,7 @@ from ..runner.plots import plot_rollout
 from ..runner.report import Found, Table, paired
 from ..runner.rows import Pair, Run, extend_sizes, ideal_rollout_speedup, make_row, row_times
 from ..runner.scenario import RoundsScenario, Session, command, flag
+from ..runner.stretches import Stretch, stretches_of
 
 # the oracle needs recorded answers; and rounds repeat each other, so a history would know them all but the first
 _DRAFTER = "ngram"
@@ -43,8 +47,8 @@ class Explained:
     num_tokens: int
     # seconds since the run's start
     finish_s: float
-    # in order; times since the run's start. Empty: the budget was never asked
-    stretches: tuple[Segment, ...]
+    # in order; times since the rollout's start. Empty: the recording has not seen it
+    stretches: tuple[Stretch, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +83,10 @@ class Rollout(RoundsScenario):
         super().check()
         cli_flags.in_range(self.show_samples, "--show-samples", 0, self.num_requests)
 
-    def spec_rollout(self) -> dict[str, Any]:
+    def spec_rollout(self, record: Path) -> dict[str, Any]:
         """Our engine's configuration."""
         return {
+            **({"record": str(record)} if self.is_explained else {}),
             "drafters": [_DRAFTER],
             "max_draft_tokens": self.max_draft_tokens,
             "budget": self.budget,
@@ -99,22 +104,23 @@ class Rollout(RoundsScenario):
         folder, title = find_model(self.model, self.size, self.dtype, self.cache, session.display, is_policy=True)
         report = session.display.steps(_NUM_FIXED_UNITS + self.rounds)
         shape = {"seqs": self.batch, "length": PROMPT_LEN + self.max_tokens, "width": 2 * PROMPT_LEN}
-        chosen = problems(self.prompts, self.seed)
+        chosen, record = problems(self.prompts, self.seed), session.scratch / "rollout.jsonl.zst"
         with self.make_engines(folder, report, **shape) as engines:
             engines.start(STOCK)
-            engines.start(OURS, self.spec_rollout())
+            engines.start(OURS, self.spec_rollout(record))
             prompts = [ids for ids in engines.encode(chosen) for _ in range(self.samples)]
             warm_up = self._warm_up(engines, chosen, prompts)
-            rounds = self._rounds(engines, chosen, prompts)
-            pairs = [pair for pair, _ in rounds]
+            pairs = self._rounds(engines, chosen, prompts)
             times = self._step_times(engines, prompts, pairs)
             samples = self._samples(engines, chosen, pairs[-1].stock)
         row = self._row([warm_up, *pairs], times)
-        by_speedup = sorted(rounds, key=lambda one: one[0].stock.wall_s / one[0].ours.wall_s)
-        pair, stretches = by_speedup[(len(rounds) - 1) // 2]
+        by_speedup = sorted(range(self.rounds), key=lambda i: pairs[i].stock.wall_s / pairs[i].ours.wall_s)
+        median = by_speedup[(self.rounds - 1) // 2]
+        pair, explained = pairs[median], list[Explained]()
         # of a wrong answer nothing is told
-        count = self.explain_requests if self.is_explained and row.identical else 0
-        explained = slowest(pair.ours, stretches, chosen, self.samples, count)
+        if self.is_explained and row.identical:
+            of_round = median - self.rounds
+            explained = slowest(pair.ours, read_trace(record), of_round, chosen, self.samples, self.explain_requests)
         # the first answer to each problem, then the second, ...
         ordered = [sample for j in range(self.samples) for sample in samples[j :: self.samples]]
         extra: dict[str, Any] = {
@@ -136,23 +142,13 @@ class Rollout(RoundsScenario):
             stock = engines.record(prompts[: self.batch], params[False])
             return Pair(stock=stock, ours=engines.run(OURS, prompts[: self.batch], params[True]), is_timed=False)
 
-    def _rounds(
-        self, engines: Engines, chosen: Sequence[Problem], prompts: list[list[int]]
-    ) -> list[tuple[Pair, Sequence[Mapping[str, Any]]]]:
-        """Runs of each, a pair for each round; and what our engine's worker wrote down in it."""
-        told: list[Sequence[Mapping[str, Any]]] = []
+    def _rounds(self, engines: Engines, chosen: Sequence[Problem], prompts: list[list[int]]) -> list[Pair]:
+        """Runs of each, a pair for each round."""
 
         def run(_: str, arm: str | None, number: int) -> Run:
-            if arm == OURS and self.is_explained:
-                # a whole batch may end in the last step, and any of them be among the slowest
-                engines.tell(OURS, "explain", keep=self.explain_requests + self.batch)
-            found = engines.run(arm or STOCK, prompts, self.params(chosen, is_ours=arm == OURS))
-            if arm == OURS:
-                told.append(engines.tell(OURS, "explained") if self.is_explained else ())
-            return found
+            return engines.run(arm or STOCK, prompts, self.params(chosen, is_ours=arm == OURS))
 
-        pairs = engines.rounds({"all": [OURS]}, range(self.rounds), run)
-        return list(zip(pairs["all", OURS], told, strict=True))
+        return engines.rounds({"all": [OURS]}, range(self.rounds), run)["all", OURS]
 
     def _step_times(self, engines: Engines, prompts: list[list[int]], pairs: Sequence[Pair]) -> dict[int, float]:
         """What stock needs for a step of so many rows, as far as our steps go."""
@@ -212,31 +208,40 @@ class Rollout(RoundsScenario):
 
 
 def slowest(
-    run: Run, told: Sequence[Mapping[str, Any]], problems: Sequence[Problem], samples: int, count: int
+    run: Run, trace: Trace, of_round: int, problems: Sequence[Problem], samples: int, count: int
 ) -> list[Explained]:
     """The requests that ended last, the very last one first.
 
     Args:
         run: of our engine; all samples of the first problem, then of the second, ...
-        told: the worker's `spec_rollout_explained` after that run; names are the requests' numbers.
+        trace: what our engine recorded.
+        of_round: which of its rollouts that run was.
     """
-    by_name = {entry["name"]: [Segment(**stretch) for stretch in entry["stretches"]] for entry in told}
-    last = sorted(range(len(run.finish_s)), key=lambda i: -run.finish_s[i])[:count]
+    table = walk(trace)
+    steps = steps_of(trace, table)
+    rollout = rollouts_of(trace, table, steps)[of_round]
+    # requests of that run by what they answered, as often as they did
+    requests: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for arrival in trace.arrivals:
+        rows = table.step[slice(*table.start[arrival.request : arrival.request + 2])]
+        if arrival.request in trace.ends and rows.size and rollout.first <= rows[0] < rollout.behind:
+            answer = tuple(trace.ends[arrival.request].token_ids)
+            requests.setdefault((arrival.problem_id, answer), []).append(arrival.request)
     found = []
-    for i in last:
-        stretches = by_name.get(str(i), [])
-        for stretch in stretches:
-            stretch.end = min(stretch.end, len(run.token_ids[i]))
-            # the worker's clock starts with the end of the first step
-            stretch.begin_s += run.step_s[0]
-            stretch.end_s += run.step_s[0]
+    for i in sorted(range(len(run.finish_s)), key=lambda i: -run.finish_s[i])[:count]:
+        problem_id = problems[i // samples].problem_id
+        own = requests.get((problem_id, tuple(run.token_ids[i])))
+        stretches = stretches_of(own.pop(), table, steps, _MOST_LINES) if own else []
+        begin = rollout.begin
         found.append(
             Explained(
-                problem_id=problems[i // samples].problem_id,
+                problem_id=problem_id,
                 answer=i % samples + 1,
                 num_tokens=len(run.token_ids[i]),
                 finish_s=run.finish_s[i],
-                stretches=tuple(summarise(stretches, _MOST_LINES)),
+                stretches=tuple(
+                    replace(one, begin_ms=one.begin_ms - begin, end_ms=one.end_ms - begin) for one in stretches
+                ),
             )
         )
     return found
@@ -246,7 +251,7 @@ def explained_text(explained: Sequence[Explained]) -> Iterator[Table | str]:
     """A table per request, a line per stretch."""
     for number, one in enumerate(explained, 1):
         steps = sum(stretch.steps for stretch in one.stretches)
-        begin = f" (begun at {one.stretches[0].begin_s:.2f} s)" if one.stretches else ""
+        begin = f" (begun at {one.stretches[0].begin_ms / 1e3:.2f} s)" if one.stretches else ""
         yield (
             f"\nslowest {number}: {one.problem_id}, answer {one.answer}: {one.num_tokens} tokens in {steps} steps,"
             f" done at {one.finish_s:.2f} s{begin}"
@@ -254,7 +259,7 @@ def explained_text(explained: Sequence[Explained]) -> Iterator[Table | str]:
         if one.stretches:
             yield Table(one.stretches, _COLUMNS)
         else:
-            yield "the budget was never asked for it: `specrollout doctor --model` says what may be drafted"
+            yield "the recording has not seen it: `specrollout doctor --model` says what may be drafted"
 
 
 def reasons_text(reasons: Mapping[str, int]) -> str:
@@ -270,17 +275,13 @@ def reasons_text(reasons: Mapping[str, int]) -> str:
 
 _COLUMNS: Columns = {
     "tokens": lambda one: f"{one.first}-{one.end}",
-    "from s": lambda one: f"{one.begin_s:.2f}",
-    "running": lambda one: f"{one.batch / one.steps:.0f}",
+    "from s": lambda one: f"{one.begin_ms / 1e3:.2f}",
+    "running": lambda one: f"{one.running / one.steps:.0f}",
     "why": lambda one: reasons_text(one.reasons),
     "steps": "steps",
     "nodes/ step": lambda one: f"{one.nodes / one.steps:.1f}",
     "accepted/ step": lambda one: f"{one.accepted / one.steps:.1f}",
-    "expected/ step": lambda one: f"{one.expected / one.steps:.1f}" if one.expected > 0.0 else None,
-    "ms/ step": lambda one: f"{(one.end_s - one.begin_s) * 1e3 / one.steps:.1f}",
-    "expected (plain) ms": lambda one: (
-        f"{one.expected_ms / one.foretold:.1f} ({one.plain_ms / one.foretold:.1f})" if one.foretold else None
-    ),
+    "ms/ step": lambda one: f"{(one.end_ms - one.begin_ms) / one.steps:.1f}",
 }
 
 

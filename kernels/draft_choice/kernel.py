@@ -35,6 +35,19 @@ def _tokens_of(parents, is_there, chances, factors_ptr, node, MOST: tl.constexpr
 
 
 @triton.jit
+def _walked(tokens_ptr, parents_ptr, paths_ptr, request, node, MOST: tl.constexpr):
+    """A draft of which it is known how likely the target walks down to each node: tokens, parents, chances, and which
+    nodes there are."""
+    own = request * MOST + node
+    tokens = tl.load(tokens_ptr + own, mask=node < MOST, other=-1)
+    is_in = tokens >= 0
+    parents = tl.where(is_in, tl.load(parents_ptr + own, mask=node < MOST, other=-1), -1)
+    above = tl.load(paths_ptr + request * MOST + parents, mask=is_in & (parents >= 0), other=1.0)
+    chances = tl.where(is_in, tl.load(paths_ptr + own, mask=is_in, other=0.0) / above, 0.0)
+    return tokens, parents, chances, is_in
+
+
+@triton.jit
 def _chain_of(token, limit, ends_ptr, node, NODES: tl.constexpr, ENDS: tl.constexpr):
     """Where a chain of these tokens goes on."""
     is_there = (token >= 0) & (node < limit)
@@ -47,9 +60,9 @@ def _chain_of(token, limit, ends_ptr, node, NODES: tl.constexpr, ENDS: tl.conste
 def _choose(
     words_ptr, words_stride, confidence_ptr, rows_ptr, running_ptr, stride, lengths_ptr,
     limits_ptr, until_ptr, ends_ptr, factors_ptr,
-    looked_ptr, parents_ptr, paths_ptr, lines_ptr, modelled_ptr, modelled_stride, most_tokens, withheld,
-    MOST: tl.constexpr, NODES: tl.constexpr, LINE: tl.constexpr, LEVELS: tl.constexpr, ENDS: tl.constexpr,
-    HAS_LOOKED: tl.constexpr, HAS_BRANCHES: tl.constexpr,
+    looked_ptr, parents_ptr, paths_ptr, lines_ptr, modelled_ptr, above_ptr, reach_ptr, withheld,
+    MOST: tl.constexpr, NODES: tl.constexpr, LINE: tl.constexpr, ENDS: tl.constexpr,
+    HAS_LOOKED: tl.constexpr, HAS_MODELLED: tl.constexpr, HAS_BRANCHES: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0)
     row = tl.load(rows_ptr + request).to(tl.int64)
@@ -63,12 +76,7 @@ def _choose(
     chances, best_known = tl.full([NODES], _CHAIN, tl.float32), tl.zeros([NODES], tl.float32)
     most, kind = tl.full([], -1.0, tl.float32), tl.full([], -1, tl.int32)
     if HAS_LOOKED:
-        own = request * MOST + node
-        tokens = tl.load(looked_ptr + own, mask=is_node, other=-1)
-        is_in = tokens >= 0
-        parents = tl.where(is_in, tl.load(parents_ptr + own, mask=is_node, other=-1), -1)
-        above = tl.load(paths_ptr + request * MOST + parents, mask=is_in & (parents >= 0), other=1.0)
-        chances = tl.where(is_in, tl.load(paths_ptr + own, mask=is_in, other=0.0) / above, 0.0)
+        tokens, parents, chances, is_in = _walked(looked_ptr, parents_ptr, paths_ptr, request, node, MOST)
         factors = factors_ptr + _LOOKED * _TENTHS
         best_known, most = _tokens_of(parents, is_in, chances, factors, node, MOST, HAS_BRANCHES)
         kind += 1 + _LOOKED
@@ -90,13 +98,12 @@ def _choose(
         if brings > most:
             tokens, parents, chances, is_in, best_known = token, node - 1, even, is_there, known
             most, kind = brings, tl.full([], _LINED, tl.int32)
-    if LEVELS > 0:
-        own = modelled_ptr + request * modelled_stride + node
-        token = tl.load(own, mask=node < tl.where(length < most_tokens, LEVELS, 0), other=-1).to(tl.int32)
-        is_there = _chain_of(token, limit, ends_ptr, node, NODES, ENDS)
-        known, brings = _tokens_of(node - 1, is_there, even, factors_ptr + _MODELLED * _TENTHS, node, MOST, False)
+    if HAS_MODELLED:
+        token, above, even, is_there = _walked(modelled_ptr, above_ptr, reach_ptr, request, node, MOST)
+        factors = factors_ptr + _MODELLED * _TENTHS
+        known, brings = _tokens_of(above, is_there, even, factors, node, MOST, HAS_BRANCHES)
         if brings > most:
-            tokens, parents, chances, is_in, best_known = token, node - 1, even, is_there, known
+            tokens, parents, chances, is_in, best_known = token, above, even, is_there, known
             kind = tl.full([], _MODELLED, tl.int32)
     kept = is_in & (node < tl.load(until_ptr + request) - length - 1)
     out = words_ptr + row * words_stride
@@ -112,7 +119,8 @@ def choose(
     words: torch.Tensor, confidence: torch.Tensor, rows: torch.Tensor, running: torch.Tensor, lengths: torch.Tensor,
     limits: torch.Tensor, until: torch.Tensor, ends: torch.Tensor, factors: torch.Tensor, *,
     looked: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None, lines: torch.Tensor | None = None,
-    modelled: torch.Tensor | None = None, most_tokens: int = 0, withheld: int = -1, has_branches: bool = False,
+    modelled: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None, withheld: int = -1,
+    has_branches: bool = False,
 ) -> None:  # fmt: skip
     """Choose each request's draft; of those that bring as much, the first of these kinds.
 
@@ -123,23 +131,22 @@ def choose(
         confidence: [at least R, K] float32, written: those chances by what held lately.
         rows: [R] int32 or int64 each request's row.
         running, lengths: [rows, most tokens] int32 and [rows] int32 tokens of the requests, and how many.
-        limits: [R] int32 most nodes of a chain that was not looked up; until: [R] int32 most tokens of the request.
-        ends: [R, at least 1] int32 tokens that no such chain has; -1: none.
+        limits: [R] int32 most nodes of a line; until: [R] int32 most tokens of the request.
+        ends: [R, at least 1] int32 tokens that no line has; -1: none.
         factors: [3, TENTHS] float32 per kind and tenth of a chance, what it is multiplied by.
         looked: as `Lookup` returns it; None: nothing was looked up. One kind of draft at least there is.
         lines: [rows, 1 + L] int32 tokens of a request when its line begins, and the line, -1 behind its end.
-        modelled: [R, at most K] int64 what a model drafted.
-        most_tokens: requests of fewer tokens than these have a model's drafts.
+        modelled: what a model drafted, likewise.
         withheld: the request of the batch whose verdict is withheld; -1: none's is.
-        has_branches: whether some of what was looked up may branch.
+        has_branches: whether some of what was looked up, or a model drafted, may branch.
     """
     width = confidence.shape[1]
     none = words
     _choose[(len(rows),)](
         words, words.stride(0), confidence, rows, running, running.stride(0), lengths, limits, until, ends, factors,
         *(looked or (none, none, confidence)), none if lines is None else lines,
-        none if modelled is None else modelled, 0 if modelled is None else modelled.stride(0), most_tokens, withheld,
+        *(modelled or (none, none, confidence)), withheld,
         MOST=width, NODES=triton.next_power_of_2(width), LINE=0 if lines is None else lines.shape[1] - 1,
-        LEVELS=0 if modelled is None else modelled.shape[1], ENDS=ends.shape[1],
-        HAS_LOOKED=looked is not None, HAS_BRANCHES=has_branches, num_warps=1,
+        ENDS=ends.shape[1], HAS_LOOKED=looked is not None, HAS_MODELLED=modelled is not None,
+        HAS_BRANCHES=has_branches, num_warps=1,
     )  # fmt: skip

@@ -12,7 +12,7 @@ LOOKED, LINED, MODELLED = range(3)
 WITHHELD = 16
 """Added to the kind of a draft whose verdict is withheld."""
 CHAIN_CHANCE = 0.75
-"""That a line's next token holds, or a model's, before anything is known of either."""
+"""That a line's next token holds, before anything is known of it."""
 TENTHS = 10
 """Chances that factors tell apart."""
 
@@ -30,7 +30,8 @@ def choose(
     words: torch.Tensor, confidence: torch.Tensor, rows: torch.Tensor, running: torch.Tensor, lengths: torch.Tensor,
     limits: torch.Tensor, until: torch.Tensor, ends: torch.Tensor, factors: torch.Tensor, *,
     looked: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None, lines: torch.Tensor | None = None,
-    modelled: torch.Tensor | None = None, most_tokens: int = 0, withheld: int = -1, has_branches: bool = False,
+    modelled: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None, withheld: int = -1,
+    has_branches: bool = False,
 ) -> None:  # fmt: skip
     """As `kernel.choose`."""
     width = confidence.shape[1]
@@ -38,15 +39,14 @@ def choose(
         length, limit, barred = int(lengths[row]), int(limits[request]), ends[request].tolist()
         found: dict[int, Bid] = {}
         if looked is not None:
-            found[LOOKED] = looked_up(*(column[request].tolist() for column in looked))
+            found[LOOKED] = walked(*(column[request].tolist() for column in looked))
         if lines is not None:
             begin, *line = lines[row].tolist()
             since = running[row, begin:length].tolist()
             is_good = 0 < begin <= length and since == line[: len(since)]
             found[LINED] = chain(line[len(since) :] if is_good else [], width, limit, barred)
         if modelled is not None:
-            tokens = modelled[request].tolist() if length < most_tokens else []
-            found[MODELLED] = chain(tokens, width, limit, barred)
+            found[MODELLED] = walked(*(column[request].tolist() for column in modelled))
         known = {kind: calibrated(draft, factors[kind].tolist()) for kind, draft in found.items()}
         # of equals the first
         kind = max(found, key=lambda kind: expected(found[kind], known[kind]))
@@ -59,8 +59,8 @@ def choose(
         confidence[request] = torch.tensor(known[kind][:there] + [0.0] * (width - there))
 
 
-def looked_up(tokens: Sequence[int], parents: Sequence[int], paths: Sequence[float]) -> Bid:
-    """A lookup's, which says how likely the target walks down to each node."""
+def walked(tokens: Sequence[int], parents: Sequence[int], paths: Sequence[float]) -> Bid:
+    """A lookup's or a model's, which say how likely the target walks down to each node."""
     size = next((j for j, token in enumerate(tokens) if token < 0), len(tokens))
     above = [paths[parent] if parent >= 0 else 1.0 for parent in parents[:size]]
     chances = [path / most for path, most in zip(paths, above, strict=False)]

@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 from vllm_specrollout.kernels.tree_verify.naive import TreeVerdict
 
-__all__ = ["TreeVerdict", "gumbel_noise", "tree_verify", "walk"]
+__all__ = ["TreeVerdict", "gumbel_noise", "noise_of", "tree_verify", "walk"]
 
 _BLOCK = 1024
 
@@ -92,6 +92,44 @@ def gumbel_noise(seed, pos, tokens, USE_FP64: tl.constexpr, IS_PHILOX: tl.conste
         noise = _philox32(seed, pos, tokens)
     else:
         noise = _noise64(seed, pos, tokens) if USE_FP64 else _noise32(seed, pos, tokens)
+    return noise
+
+
+@triton.jit
+def _noise_of(
+    noise_ptr, tokens_ptr, request_index_ptr, temperature_ptr, seeds_ptr, pos_ptr, count,
+    BLOCK: tl.constexpr, USE_FP64: tl.constexpr, IS_PHILOX: tl.constexpr,
+):  # fmt: skip
+    """One row's; grid (rows, blocks of its tokens)."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    request = tl.load(request_index_ptr + row)
+    is_there = request >= 0
+    temperature = tl.load(temperature_ptr + request, mask=is_there, other=0.0)
+    seed = tl.load(seeds_ptr + request, mask=is_there, other=0)
+    tokens = tl.load(tokens_ptr + row * count + place, mask=place < count, other=0)
+    noise = gumbel_noise(seed, tl.load(pos_ptr + row), tokens, USE_FP64, IS_PHILOX).to(tl.float32)
+    tl.store(noise_ptr + row * count + place, tl.where(temperature != 0.0, noise, 0.0), mask=place < count)
+
+
+def noise_of(
+    tokens: torch.Tensor, request_index: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor,
+    pos: torch.Tensor, *, use_fp64: bool = False, is_philox: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """[rows, M] float32 the noise with which these tokens are met; of greedy requests and of padding 0.
+
+    Args:
+        tokens: [rows, M] int64.
+        request_index, temperature, seeds, pos: of each row, as in `tree_verify`.
+        use_fp64, is_philox: as in `tree_verify`.
+    """
+    rows, count = tokens.shape
+    noise = torch.empty(rows, count, dtype=torch.float32, device=tokens.device)
+    if noise.numel():
+        _noise_of[(rows, triton.cdiv(count, _BLOCK))](
+            noise, tokens.contiguous(), request_index.contiguous(), temperature, seeds, pos.contiguous(), count,
+            BLOCK=_BLOCK, USE_FP64=use_fp64, IS_PHILOX=is_philox,
+        )  # fmt: skip
     return noise
 
 

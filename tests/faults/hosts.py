@@ -40,7 +40,6 @@ from vllm_specrollout.history.texts import Texts
 from vllm_specrollout.observe.guard import Guard
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.metrics import Metrics
-from vllm_specrollout.observe.timeline import TimelineListener
 from vllm_specrollout.replay.recorder import Recorder
 from vllm_specrollout.replay.records import Header
 from vllm_specrollout.speculator import Speculator
@@ -160,8 +159,7 @@ class Engine:
             return []
         self.sink = ListSink()
         header = Header(runner=self.kind[:2], max_num_seqs=MOST_REQUESTS, max_draft_tokens=MOST_DRAFTED, max_depth=8)
-        self.timeline = TimelineListener(MOST_REQUESTS, self.clock)
-        return [Recorder(header, self.sink, self.clock), self.timeline]
+        return [Recorder(header, self.sink, self.clock)]
 
     def _budget(self) -> Any:
         config = SpecRolloutConfig(budget=self._budget_name, max_draft_tokens=MOST_DRAFTED, max_depth=8)

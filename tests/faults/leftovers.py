@@ -11,10 +11,10 @@ KEPT = re.compile(
     r"|^scheduler\._report\b"
     r"|_store\._(requests|waiting|due|folder)|cache\._(entries|problem_of)"
     r"|\.(texts|library)(\.plan)?\._(named|ring|waiting|unread|problems|owners)\b"
-    r"|listeners\[\d\]\._(ended|timeline)\b"
+    r"|listeners\[\d\]\._ended\b"
 )
 """What remembers requests on purpose: the last step, its drafts and whom the next one withholds; a history and its
-texts their answers; and what traces and timelines tell of the last requests."""
+texts their answers; and what traces tell of the last requests."""
 _OURS = ("vllm_specrollout", "tests.faults")
 _LEAVES = (str, bytes, int, float, bool, type(None))
 

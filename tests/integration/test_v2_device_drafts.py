@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -119,12 +120,24 @@ def test_a_model_whose_drafts_nobody_wants_runs_its_first_pass_alone(drafts: Dev
         # behind what it was asked for, what it drafted before
         return torch.tensor([[7, 8, 9]] * batch.num_reqs)
 
-    drafts._propose, drafts._depth, drafts.model = model, 3, SimpleNamespace(most_tokens=10)
-    assert drafts.propose(batch_of("a")).tolist() == [[7, 8, -1, -1]], "a token that ends it is not drafted"
+    def drafted(levels: int, *told: Any, may_branch: bool) -> tuple[torch.Tensor, ...]:
+        tokens = torch.tensor([[7, 8][:levels] + [-1] * (WIDTH - min(levels, 2))]).int()
+        return tokens, torch.arange(-1, WIDTH - 1)[None].int(), torch.tensor([[0.9, 0.8, 0.0, 0.0]])
+
+    seen: list[list[list[int]]] = []
+    drafts._propose, drafts._depth = model, 3
+    drafts.model = SimpleNamespace(
+        drafted=drafted,
+        learn=lambda: None,
+        watch=lambda batch, tokens: seen.append(tokens.tolist()),
+        beams=None,
+    )
+    assert drafts.propose(batch_of("a")).tolist() == [[7, 8, -1, -1]]
     drafts.is_covered = True
     assert drafts.propose(batch_of("a")).tolist() == [[7, -1, -1, -1]]
     drafts.propose(batch_of("a"), dummy_run=True)
     assert asked == [(3, False), (1, False), (3, True)] and drafts.kinds[0] == MODELLED
+    assert seen == [[[7, 8, 9]], [[7]]], "what it drafted is what it learns of"
 
 
 def test_whose_verdict_is_withheld_is_kept_with_its_draft_until_its_next_one(drafts: DeviceDrafts) -> None:

@@ -186,4 +186,4 @@ def test_a_batch_is_covered_where_a_model_would_not_be_expected_to_bring_more(
     words = np.concatenate([tokens, parents, bits, np.int32(kinds)[:, None]], axis=1).astype(np.int32)
     factors = np.ones((3, 10))
     factors[2] = factor
-    assert Home(["a", "b"], words, np.int32([3, 3]), (0, 0, 1)).is_covered(factors, 3) == is_covered
+    assert Home(["a", "b"], words, np.int32([3, 3]), (0, 0, 1)).is_covered(factors, 3, 0.75) == is_covered

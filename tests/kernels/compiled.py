@@ -104,7 +104,7 @@ class Verified:
 
     def warm_up(self, gpu: Gpu) -> None:
         import torch
-        from vllm_specrollout.kernels.tree_verify.kernel import tree_verify
+        from vllm_specrollout.kernels.tree_verify.kernel import noise_of, tree_verify
 
         root, temperature = torch.zeros(1, dtype=torch.int64), torch.zeros(1)
         tokens = root.to(torch.int32)
@@ -113,6 +113,8 @@ class Verified:
             root, temperature, root, root, tokens, tokens - 1, torch.tensor([0, 1], dtype=torch.int32),
             width=self.width, use_fp64=self.use_fp64, is_philox=self.is_philox,
         )  # fmt: skip
+        likeliest = torch.zeros(1, 512, dtype=torch.int64)
+        noise_of(likeliest, root, temperature, root, root, use_fp64=self.use_fp64, is_philox=self.is_philox)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +179,6 @@ class Chosen:
     """What choosing among drafts is compiled for: lookups alone, which may branch, and all three kinds."""
 
     nodes: int
-    levels: int
     is_whole: bool = False
 
     def warm_up(self, gpu: Gpu) -> None:
@@ -191,7 +192,7 @@ class Chosen:
         choose(*given, looked=(*looked[:, None], known), has_branches=True)
         choose(
             *given, looked=(*looked[:, None], known), lines=torch.zeros(1, 65, dtype=torch.int32),
-            modelled=torch.zeros(1, self.levels, dtype=torch.int64),
+            modelled=(*looked[:, None], known),
         )  # fmt: skip
 
 
@@ -227,7 +228,7 @@ CASES: dict[str, Case] = {
     "lookups of 16 tokens": LookedUp(16, is_whole=True),
     "lookups of 16 tokens, 8 ends": LookedUp(16, 8),
     "rows of 24 drafts": LaidOut(24, is_whole=True),
-    "the best of 24 drafts": Chosen(24, 10, is_whole=True),
+    "the best of 24 drafts": Chosen(24, is_whole=True),
 }
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from tests.kernels.compiled import GPUS, HOPPER, TABLE, cell, jobs
 from tests.versions.trees import ROOT
 
-KERNELS = {"_attend", "_sample_blocks", "_walk_trees", "_move", "_scan", "_vote", "_lay_out", "_choose"}
+KERNELS = {"_attend", "_sample_blocks", "_walk_trees", "_move", "_scan", "_vote", "_lay_out", "_choose", "_noise_of"}
 MOST_SPILLED = 8
 """Bytes that a thread may keep in memory for want of registers."""
 TABLES: dict[str, list[dict[str, Any]]] = json.loads(TABLE.read_text(encoding="utf-8"))

@@ -63,13 +63,13 @@ def chosen(how: Any, seed: int, requests: int, width: int, kinds: str, withheld:
     ints = {name: torch.from_numpy(each.astype(np.int32)) for name, each in columns.items()}
     confidence = torch.full((requests + 1, width), torch.nan)
     factors = torch.from_numpy(draw.uniform(0.2, 1.6, (3, TENTHS)).astype(np.float32))
-    modelled = torch.from_numpy(draw.integers(-1, 5, (requests, min(width, 3))))
+    looked, modelled = (tuple(drafts_of(draw, requests, width, may_branch=may_branch)) for _ in range(2))
     how(
         ints["words"], confidence, torch.from_numpy(rows), torch.from_numpy(running), torch.from_numpy(lengths),
         ints["limits"], ints["until"], ints["ends"], factors,
-        looked=tuple(drafts_of(draw, requests, width, may_branch=may_branch)) if "l" in kinds else None,
+        looked=looked if "l" in kinds else None,
         lines=torch.from_numpy(lines) if "c" in kinds else None, modelled=modelled if "m" in kinds else None,
-        most_tokens=15, withheld=withheld, has_branches=may_branch,
+        withheld=withheld, has_branches=may_branch,
     )  # fmt: skip
     return [ints["words"], confidence]
 

@@ -65,6 +65,26 @@ def check_tokens(device, stock_gumbel, dtype: torch.dtype, *, use_fp64: bool = F
         assert verdict.token_ids[:, 0].tolist() == stock.tolist()
 
 
+@pytest.mark.parametrize("noise", ["noise32", "noise64", "philox_noise32"])
+def test_the_noise_of_any_tokens_is_that_of_the_whole_vocabulary(device, noise: str) -> None:
+    rows, count = 6, 1100
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, 5000, (rows, count), generator=generator)
+    request = torch.tensor([2, 0, 1, -1, 2, 3])
+    seeds, positions = torch.tensor([-1, 42, 2**40, 7]), torch.tensor([5, 9, 2**31, 3, 6, 1])
+    temperature = torch.tensor([1.0, 0.5, 1.5, 0.0])
+    found = kernel.noise_of(
+        *(each.to(device) for each in (tokens, request, temperature, seeds, positions)),
+        use_fp64=noise == "noise64", is_philox=noise == "philox_noise32",
+    )  # fmt: skip
+    for r in range(rows):
+        if request[r] < 0 or temperature[request[r]] == 0:
+            assert not found[r].any(), "greedy requests and padding have none"
+            continue
+        whole = getattr(naive, noise)(int(seeds[request[r]]), int(positions[r]), 5000)
+        np.testing.assert_allclose(found[r].cpu().numpy(), whole[tokens[r].numpy()], rtol=1e-5, atol=1e-5)
+
+
 @triton.jit
 def _both_noises(
     ours,

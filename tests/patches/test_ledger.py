@@ -57,12 +57,14 @@ COPIES = {
     ("worker/v1/kv.py", "tensor"),
     ("worker/v2/inputs.py", "step"),
     ("worker/v2/inputs.py", "emptied"),
+    ("worker/v2/inputs.py", "copied"),
     ("worker/v2/scheduler.py", "step"),
     ("worker/arriving.py", "own"),
     ("worker/arriving.py", "params"),
 }
 # names that stand for ours in one file, and for vLLM's in others
 OURS_HERE = {
+    ("server/asking.py", "function"),
     ("server/replica.py", "live"),
     ("server/replica.py", "own"),
     ("worker/calls.py", "withheld"),
@@ -89,10 +91,11 @@ OURS_HERE = {
         ("worker/v2/lane.py", name)
         for name in (
             *("step", "one", "drafter", "self.drafts", "self.host", "self.verifier"),
-            *("self._history", "self._late", "self.model_drafter"),
+            *("self._history", "self._late", "self.model_drafter", "model"),
         )
     ),
     ("worker/v2/host.py", "step"),
+    ("worker/v2/model.py", "self.beams"),
     ("worker/models/drafter.py", "self._drafting"),
     ("worker/models/drafter.py", "self._runner"),
     ("worker/v2/runner.py", "step"),

@@ -209,16 +209,13 @@ def deeper(models: Path) -> str:
     return str(path)
 
 
-def test_a_copy_of_the_target_is_met_at_every_position_with_steps_scheduled_ahead(
-    models: Path, ahead: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_of_the_target_is_met_at_every_position_with_steps_scheduled_ahead(models: Path, ahead: None) -> None:
     """The same model, the same noise: whatever the temperature, each draft token is the target's own."""
     target = model(models, "llama", "float32")
     given = {"method": "draft_model", "model": target, "num_speculative_tokens": 4}
     own = {**FIXED, "max_depth": 4, "max_draft_tokens": 8, "speculative_config": given}
     with engine(target, "float32", is_ours=True, spec_rollout=own, **ENGINE) as ours:
-        ours.runner.model_drafter._seen[:, 0] = 1e9  # plain coupling
-        monkeypatch.setattr(drafting, "TRIED_EVERY", 1 << 30)
+        ours.runner.model_drafter.coupling.pin(1.0, 1.0)
         params = [
             SamplingParams(temperature=t, seed=i, max_tokens=11, ignore_eos=True) for i, t in enumerate((0, 1, 2))
         ]
@@ -226,3 +223,22 @@ def test_a_copy_of_the_target_is_met_at_every_position_with_steps_scheduled_ahea
         ours.llm.generate(prompts, params, use_tqdm=False)
         (stats,) = ours.llm.collective_rpc("spec_rollout_stats")
     assert stats["accepted"] == stats["drafted"] >= 3 * 8
+
+
+def test_the_weights_of_a_copys_noise_are_learned_on_the_device(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = model(models, "llama", "float32")
+    given = {"method": "draft_model", "model": target, "num_speculative_tokens": 3}
+    own = {**FIXED, "max_depth": 3, "max_draft_tokens": 3, "speculative_config": given}
+    monkeypatch.setattr(drafting, "WATCHED_EVERY", 2)
+    with engine(target, "float32", is_ours=True, spec_rollout=own, **ENGINE) as ours:
+        params = [
+            SamplingParams(temperature=t, seed=i, max_tokens=24, ignore_eos=True) for i, t in enumerate((1, 2, 0))
+        ]
+        prompts = [{"prompt_token_ids": [9 + i, 40, 41, 42 + i]} for i in range(3)]
+        before = ours.runner.model_drafter.coupling.sampled
+        ours.llm.generate(prompts, params, use_tqdm=False)
+        after = ours.runner.model_drafter.coupling.sampled
+        ours.runner.settle()
+        assert ours.runner.stats.accepted > 0
+    # it is known ever better that both count the same
+    assert after[0] > before[0] and after[1] / after[0] > before[1] / before[0] + 0.1

@@ -42,12 +42,14 @@ BENCHES = {
 }
 """Name -> its module in `vllm_specrollout.bench`, which has a `bench_NAME`, and what it measures."""
 
+_HELP = {"help_option_names": ["-h", "--help"]}
+
 app = typer.Typer(
     help="Lossless tree speculation for RL rollouts inside vLLM.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=_HELP,
 )
 
 
@@ -66,7 +68,7 @@ def _app(
     """Lossless tree speculation for RL rollouts inside vLLM."""
 
 
-@app.command()
+@app.command(short_help="Whether spec rollout works on this host.")
 def doctor(
     model: Annotated[
         str,
@@ -197,7 +199,7 @@ def _import_bench(name: str, module: str) -> Any:
 
 def _as_command(name: str, function: Callable[..., Any]) -> Any:
     single = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    single.command(name)(function)
+    single.command(name, context_settings=_HELP)(function)
     return typer.main.get_command(single)
 
 
@@ -214,8 +216,8 @@ for group in (app, dev):
     # those who know them call them without `dev`
     is_hidden = group is app
     group.add_typer(bench, name="bench", hidden=is_hidden)
-    group.command("schema", hidden=is_hidden)(print_schema)
-    group.command("patches", hidden=is_hidden)(list_patches)
+    group.command("schema", hidden=is_hidden, short_help="Keys of `--spec-rollout`, as a JSON schema.")(print_schema)
+    group.command("patches", hidden=is_hidden, short_help="Names of vLLM's that are rebound, and why.")(list_patches)
 
 
 def lazy_try() -> Any:
@@ -224,21 +226,23 @@ def lazy_try() -> Any:
 
 
 @app.command(
-    "try", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+    "try",
+    short_help="Your model and prompts, beside stock vLLM.",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
 )
 def _try(context: typer.Context) -> None:
     """Your model and prompts: stock vLLM and spec rollout, tokens compared, and how fast."""
     lazy_try()(context.args, prog_name="specrollout try")
 
 
-app.command("status")(status.status)
-app.command("report")(report.report_command)
-app.add_typer(history.app, name="history")
-app.command("profile")(profile.profile)
-app.command("replay")(replay.replay_command)
-app.command("train-head")(train_head.train_head)
-app.command("plan")(plan.plan_command)
-app.command("drafter")(processes.serve_drafts)
+app.command("status", short_help="Whether a server's spec rollout pays.")(status.status)
+app.command("report", short_help="Draw a recorded rollout, as a page.")(report.report_command)
+app.add_typer(history.app, name="history", short_help="Look into, merge, trim or serve kept answers.")
+app.command("profile", short_help="Measure a model's decode steps on this host.")(profile.profile)
+app.command("replay", short_help="Run budgets on recorded rollouts again.")(replay.replay_command)
+app.command("train-head", short_help="Train a head that drafts, from rollouts.")(train_head.train_head)
+app.command("plan", short_help="Which model drafts, and on which devices.")(plan.plan_command)
+app.command("drafter", short_help="Draft for engines in other processes.")(processes.serve_drafts)
 app.add_typer(dev, name="dev")
 
 

@@ -30,7 +30,9 @@ engine's steps from 71 to 109 ms; now it takes it nowhere (66 and 67 ms)."""
 
 _DESCRIPTORS, _MOST_RUNS = 16384, 16
 
-Paths = Annotated[list[Path], typer.Argument(help="History files, or directories of them.", show_default=False)]
+Paths = Annotated[
+    list[Path], typer.Argument(metavar="PATH", help="History files, or folders of them.", show_default=False)
+]
 
 
 @app.callback()
@@ -54,6 +56,9 @@ def _disk_errors(path: Path) -> Iterator[None]:
 def inspect_files(paths: Paths, json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Say what each file holds, and whether anything in it is damaged. Engines may go on writing."""
     rows = [dataclasses.asdict(upkeep.inspect(path)) for path in upkeep.find(paths)]
+    for folder in [] if json else filter(upkeep.is_archive, paths):
+        own = [int(row["answers"]) for row in rows if Path(row["path"]).parent == folder]
+        typer.echo(f"{folder}: an archive of {sum(own)} answers, from {len(own)} files of its nodes\n")
     if json:
         typer.echo(json_module.dumps({"files": rows}, indent=2))
         return
@@ -108,9 +113,9 @@ def clear(paths: Paths, yes: Annotated[bool, typer.Option("--yes", "-y", help="D
     typer.echo(f"{len(found)} files removed, {freed} bytes")
 
 
-@app.command()
+@app.command(short_help="Keep the answers of engines on several nodes.")
 def serve(
-    folder: Annotated[Path, typer.Argument(help="Where answers are kept: a folder on a local disk.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where answers are kept, on a local disk.")],
     listen: Annotated[str, typer.Option(help="Where it listens: tcp://HOST:PORT or ipc://PATH.")],
     key_file: Annotated[str, typer.Option(help="Behind tcp: file with the key, made where it is not there.")] = "",
     max_mib: Annotated[int, typer.Option(min=1, max=1 << 30, help="Disk, in MiB; beyond it the oldest go.")] = 65536,

@@ -11,7 +11,7 @@ from vllm_specrollout.errors import ConfigError
 
 
 def serve_drafts(
-    model: Annotated[str, typer.Argument(help="The model that drafts: a folder or a name.", show_default=False)],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="What drafts: its folder or name.", show_default=False)],
     listen: Annotated[str, typer.Option(help="Where engines find it: ipc://PATH or tcp://HOST:PORT.")],
     key_file: Annotated[str, typer.Option(help="Behind tcp: file with the key, made where it is not there.")] = "",
     cores: Annotated[str, typer.Option(help="CPU cores to run on, as `2,3`; default: all.")] = "",

@@ -20,7 +20,9 @@ MOST_STEPS = 200
 
 
 def profile(
-    model: Annotated[str, typer.Argument(help="The model's folder or name, as vLLM takes it.", show_default=False)],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Its folder or name, as vLLM takes it.", show_default=False)
+    ],
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     batches: Annotated[str, typer.Option(help="Numbers of requests.")] = "1,2,4,8,16,32",
     steps: Annotated[int, typer.Option(help="Steps timed of each kind.")] = 12,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import tempfile
+import webbrowser
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +36,9 @@ def report_command(
             metavar="TRACE", help="A recorded rollout, or the URL of a server that records.", show_default=False
         ),
     ],
-    out: Annotated[Path | None, typer.Option(help="Write the page to this file.", show_default=False)] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the page to this file; default: beside the trace.", show_default=False)
+    ] = None,
     perfetto: Annotated[
         Path | None, typer.Option(help="Write tracks for ui.perfetto.dev to this file.", show_default=False)
     ] = None,
@@ -43,13 +48,17 @@ def report_command(
     most_mb: Annotated[
         int, typer.Option(help="Most megabytes of the page; what does not fit is left out, trees first.")
     ] = MOST_MB,
+    is_opened: Annotated[
+        bool | None,
+        typer.Option("--open/--no-open", help="Open the page; default: where a screen is.", show_default=False),
+    ] = None,
 ) -> None:
     """Draw a recorded rollout: one HTML page without a network, and tracks for Perfetto."""
     if not _is_address(trace) and not Path(trace).exists():
         cause = f"`{trace}` cannot be read: No such file or directory"
         raise ConfigError(cause, "name an existing trace, or the address of a server that records")
     if out is None and perfetto is None:
-        raise ConfigError("neither `--out` nor `--perfetto` is given", "name a file, for example `--out rollout.html`")
+        out = _beside(trace)
     flags.in_range(most_mb, "--most-mb", 1, 1000)
     for path, flag in ((out, "--out"), (perfetto, "--perfetto")):
         flags.check_writable(path, flag)
@@ -60,6 +69,9 @@ def report_command(
         _write(
             out, "--out", page_of(recorded, trace.rpartition("/")[2] or trace, most_mb * 1_000_000, text_of).encode()
         )
+        typer.echo(out.absolute().as_uri())
+        if _has_screen() if is_opened is None else is_opened:
+            webbrowser.open(out.absolute().as_uri())
     if perfetto is not None:
         _write(perfetto, "--perfetto", msgspec.json.encode(trace_events(recorded)))
 
@@ -77,6 +89,21 @@ def _local(trace: str) -> Iterator[Path]:
         # its ending says how it is packed
         suffix = Path(headers.get_filename() or "").suffix
         yield path.rename(path.with_suffix(suffix)) if suffix[1:].isalnum() else path
+
+
+def _beside(trace: str) -> Path:
+    """`rollout.html` of `rollout.jsonl.zst`; of a server's, in the folder at hand."""
+    path = Path("rollout" if _is_address(trace) else trace)
+    return path.with_name(f"{path.name.partition('.')[0] or 'rollout'}.html")
+
+
+def _has_screen() -> bool:
+    """Whether somebody sits here: a browser for a terminal would take the terminal."""
+    return _is_terminal() and bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+
+
+def _is_terminal() -> bool:
+    return sys.stdout.isatty()
 
 
 def _is_address(trace: str) -> bool:

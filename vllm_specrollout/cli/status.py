@@ -155,7 +155,9 @@ def _latest_reason(reasons: Counter[str], now: Series) -> str:
 
 
 def status(
-    url: Annotated[str, typer.Argument(help="A running server, as http://localhost:8000.", show_default=False)],
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="A running server, as http://localhost:8000.", show_default=False)
+    ],
     over: Annotated[float, typer.Option(min=0.0, max=3600.0, help="Seconds to watch it; 0: all since it began.")] = 0.0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any
 
-from vllm_specrollout.config.budgets import OPTIONS, Options, as_given, name_and_options, with_drafter_defaults
+from vllm_specrollout.config.budgets import OPTIONS, BudgetOptions, as_given, name_and_options, with_drafter_defaults
 from vllm_specrollout.config.by_name import QUALIFIED
 from vllm_specrollout.config.checks import (
     DEVICE,
@@ -122,7 +122,7 @@ class SpecRolloutConfig:
     train: LearnConfig = field(default_factory=LearnConfig)
     decoupled: DecoupledConfig = field(default_factory=DecoupledConfig)
     # no keys of their own: they follow from `budget` and `drafters`, which keep the names alone
-    budget_options: Options = field(default=Options(), metadata={"is_derived": True})
+    budget_options: BudgetOptions = field(default=BudgetOptions(), metadata={"is_derived": True})
     drafter_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, metadata={"is_derived": True})
 
     def __post_init__(self) -> None:

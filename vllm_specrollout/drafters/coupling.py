@@ -73,6 +73,8 @@ class Coupling:
         self._weights = torch.tensor([greedy, sampled], dtype=torch.float32, device=device)
         # [2, 2, 2] float64 of both, the likelihood's curvature: what was observed, faded
         self._curvature = (_PRIOR * torch.eye(2, dtype=torch.float64)).repeat(2, 1, 1).to(device)
+        self._least = torch.tensor([_LEAST, 0.0], device=device)
+        self._floor = 0.05 * self._curvature[0]
         self._pinned: torch.Tensor | None = None
 
     def log_probabilities(self, rows: Likeliest, is_greedy: torch.Tensor) -> torch.Tensor:
@@ -123,15 +125,14 @@ class Coupling:
         count = own.sum()
         slope = torch.where(own[:, None], slope, 0.0).sum(dim=0)
         observed = torch.where(own[:, None, None], curvature, 0.0).sum(dim=0)
-        # what is believed never fades altogether: rows of which nothing can be learned leave the rest as it is
-        floor = 0.05 * _PRIOR * torch.eye(2, dtype=torch.float64, device=own.device)
         self._curvature[kind] = self._curvature[kind] * MEMORY**count + observed
-        step = torch.linalg.solve_ex(self._curvature[kind] + floor, slope)[0].float()
+        # what is believed never fades altogether: rows of which nothing can be learned leave the rest as it is
+        (a, both), (_, b) = self._curvature[kind] + self._floor
+        inverse = torch.stack([b, -both, -both, a]).view(2, 2) / (a * b - both * both)
         now = self._weights[kind]
-        most = _STEP * now.max().clamp(min=_LEAST)
-        moved = (now + step.clamp(-most, most)).clamp(max=MOST)
-        low = torch.tensor([_LEAST, 0.0], device=own.device)
-        moved = torch.maximum(torch.where(torch.isfinite(moved), moved, now), low)
+        most = _STEP * now.max()
+        moved = (now + (inverse @ slope).float().clamp(-most, most)).clamp(max=MOST)
+        moved = torch.maximum(torch.where(torch.isfinite(moved), moved, now), self._least)
         self._weights[kind] = torch.where(count > 0, moved, now)
         if kind == _GREEDY:
             self._weights[kind, 1] = 0.0

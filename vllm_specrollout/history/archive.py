@@ -35,7 +35,7 @@ from vllm_specrollout.errors import SpecRolloutError
 from vllm_specrollout.history.database import ERRORS, Database, Reward, Row
 from vllm_specrollout.history.epochs import oldest_of
 from vllm_specrollout.history.folder import Lock
-from vllm_specrollout.history.mirrors import MIRROR, MOST_EPOCHS, Kind, Mirrors
+from vllm_specrollout.history.mirrors import ARCHIVE, MIRROR, MOST_EPOCHS, Kind, Mirrors
 
 logger = logging.getLogger("vllm.specrollout")
 
@@ -169,7 +169,7 @@ class Archive:
 
     def __init__(self, folder: Path, address: str, most_bytes: int, key_file: str = "") -> None:
         make_folder(folder)
-        self._lock = Lock(folder / "archive")
+        self._lock = Lock(folder / ARCHIVE)
         self.mirrors = Mirrors(folder, most_bytes)
         self.key_file = key_file or ("" if os.environ.get(envs.KEY) else str(folder / "key"))
         self._office = Office(address, read, self.key_file, is_brief=True)

@@ -37,6 +37,8 @@ from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
 
 logger = logging.getLogger("vllm.specrollout")
 
+ARCHIVE = "archive"
+"""Whose lock lies in a folder of mirrors that is served."""
 MIRROR = re.compile(r"[0-9a-f]{16}\.answers-[0-9]{4,5}(?:-[0-9a-f]{8})?")
 """Stem of a mirror: the folder's name, the file's own, and what was drawn when that was made."""
 NODE_S, RUN_S = 86400.0, 7 * 86400.0

@@ -14,6 +14,7 @@ from vllm_specrollout.config.places import make_folder
 from vllm_specrollout.history import database as db
 from vllm_specrollout.history.database import SUFFIX, Database, HistoryError, OtherFileError, Row
 from vllm_specrollout.history.folder import Lock, is_locked
+from vllm_specrollout.history.mirrors import ARCHIVE, MIRROR
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
 
 _AT_ONCE = 200
@@ -59,6 +60,10 @@ def find(paths: Iterable[Path]) -> list[Path]:
         if not path.exists():
             raise HistoryError(f"`{path}` does not exist", "name a history file, or the directory in `history.dir`")
         inside = db.files(path) if path.is_dir() else [path]
+        if not inside and is_archive(path):
+            raise HistoryError(
+                f"`{path}` is an archive without answers yet", "run an engine whose `history.url` names it"
+            )
         if not inside:
             raise HistoryError(
                 f"`{path}` has no history files (*{SUFFIX})",
@@ -66,6 +71,11 @@ def find(paths: Iterable[Path]) -> list[Path]:
             )
         found += inside
     return list(dict.fromkeys(found))
+
+
+def is_archive(folder: Path) -> bool:
+    """Whether `specrollout history serve` keeps answers of other nodes there."""
+    return (folder / f"{ARCHIVE}.lock").exists() or any(MIRROR.fullmatch(path.stem) for path in db.files(folder))
 
 
 def inspect(path: Path) -> FileReport:

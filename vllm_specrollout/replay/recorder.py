@@ -15,7 +15,6 @@ import numpy as np
 
 from vllm_specrollout.budgets.step_cost import Timing
 from vllm_specrollout.observe.listener import Listener
-from vllm_specrollout.observe.steps import OpenPlans, verified_by_request, why
 from vllm_specrollout.replay.files import Sink
 from vllm_specrollout.replay.records import OPEN, Arrival, Candidates, End, Header, Step, Verified, round_ms
 from vllm_specrollout.trees.batch import merge_select
@@ -31,8 +30,8 @@ from vllm_specrollout.types import (
     TreeBatch,
 )
 
-_MOST_PAUSES = 64
-"""Pauses without a record that are remembered; more than any engine has steps in flight."""
+_MOST_OPEN = 64
+"""Decisions without a record that are remembered; more than any engine has steps in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +64,9 @@ class Recorder(Listener):
         self._ended: dict[str, int] = {}
         self._answers: dict[str, list[int]] = {}
         self._num_requests = 0
-        self._plans: OpenPlans[_Drafts] = OpenPlans()
-        # (plans before it, reason) of each pause whose step is not over
-        self._pauses: deque[tuple[int, str]] = deque(maxlen=_MOST_PAUSES)
+        # decisions on steps that are not over, in their order: a plan with its drafts, or a pause's reason. One may
+        # never become a step, for instance when all its requests have ended
+        self._decided: deque[tuple[StepPlan, _Drafts] | tuple[None, str]] = deque(maxlen=_MOST_OPEN)
         # of the last step that is over, which is written when the drafts that follow it are known
         self._step: Step | None = None
         self._num_steps = 0
@@ -101,21 +100,24 @@ class Recorder(Listener):
                 for i, ((number, position), size) in enumerate(zip(places, trees.sizes.tolist(), strict=True))
                 if size
             )
-        self._plans.add(plan, _Drafts(at_ms, draft_ms, why(plan), batch.size, found))
+        # drafters that were not even asked say so
+        reason = plan.reason if plan.is_on or plan.reason == "off" else f"off: {plan.reason}"
+        self._decided.append((plan, _Drafts(at_ms, draft_ms, reason, batch.size, found)))
 
     def paused(self, num_requests: int, reason: str) -> None:
         self._decided_ms = self._now_ms()
-        self._pauses.append((self._plans.num_added, reason))
+        self._decided.append((None, reason))
 
     def stepped(self, record: StepRecord) -> None:
-        drafts = self._plans.take(record.plan)
-        if drafts is not None:
-            self._put(drafts)
-            # pauses before that plan never became steps
-            while self._pauses and self._pauses[0][0] < self._plans.num_gone:
-                self._pauses.popleft()
-        elif record.plan is None and self._pauses and self._step is not None:
-            self._step = msgspec.structs.replace(self._step, reason=self._pauses.popleft()[1])
+        found = next((one for one in self._decided if one[0] is record.plan), None)
+        if found is not None and found[0] is not None:
+            # what was decided before it never became a step
+            while self._decided.popleft() is not found:
+                pass
+            self._put(found[1])
+        elif found is not None and self._step is not None:
+            self._decided.remove(found)
+            self._step = msgspec.structs.replace(self._step, reason=found[1])
         before = self._step
         self._flush()
         # the V1 runner decides on the coming step as soon as it knows the verdicts, and tells of this one later
@@ -123,7 +125,7 @@ class Recorder(Listener):
         at_ms = self._now_ms() if decided_ms is None or not self._lag else decided_ms
         verified = [
             Verified(number, nodes, accepted)
-            for request_id, (nodes, accepted) in verified_by_request(record).items()
+            for request_id, (nodes, accepted) in _verified(record).items()
             if (number := self._numbers.get(request_id, self._ended.get(request_id))) is not None
         ]
         sources = tuple(np.bincount(record.trees.source).tolist()) if record.trees.num_nodes else ()
@@ -155,9 +157,11 @@ class Recorder(Listener):
 
     def closed(self) -> None:
         """Write what is known of answers without an end, and end the trace."""
-        for drafts in self._plans.take_all():
-            self._put(drafts)
-            self._flush()
+        for one in self._decided:
+            if one[0] is not None:
+                self._put(one[1])
+                self._flush()
+        self._decided.clear()
         self._flush()
         for request_id, number in self._numbers.items():
             self._sink.write(End(request=number, status=OPEN, token_ids=self._answers[request_id]))
@@ -225,3 +229,12 @@ class Recorder(Listener):
         answer = self._answers[view.request_id]
         answer += view.token_ids[view.num_prompt_tokens + len(answer) :].tolist()
         return number, position
+
+
+def _verified(record: StepRecord) -> dict[str, tuple[int, int]]:
+    """Request id -> its draft nodes and how many of them were accepted; requests without a draft are left out."""
+    trees = record.trees
+    if not trees.num_nodes:
+        return {}
+    rows = zip(trees.request_ids, trees.sizes.tolist(), record.result.num_accepted.tolist(), strict=True)
+    return {request_id: (nodes, accepted) for request_id, nodes, accepted in rows if nodes}

@@ -136,7 +136,7 @@ function reasonColours() {
     if (reason === "prompt") return "#a79be0";
     if (reason === "nothing proposed") return "#9aa3b2";
     if (reason === "left out") return "#e3b448";
-    if (/^(not asked|off)/.test(reason)) return PAUSED[paused++ % PAUSED.length];
+    if (/^(drafting paused|not asked|off)/.test(reason)) return PAUSED[paused++ % PAUSED.length];
     return ASKED[asked++ % ASKED.length];
   });
 }

@@ -49,7 +49,7 @@ function drawCards() {
       `${count(total("accepted"))} of ${count(total("verified"))}`],
     [percent(steps - total("steps_off"), steps), "of steps had drafts", `${count(steps - total("steps_off"))} of ${count(steps)}`],
     [seconds(tail), "tail", `${percent(tail, busy)} of the makespan`],
-    [count(Math.max(0, ...all.map((one) => one.most_running))), "ran at once, at most", `${count(D.header.max_num_seqs)} may`],
+    [count(Math.max(0, ...all.map((one) => one.most_running))), "peak running", `limit ${count(D.header.max_num_seqs)}`],
   ];
   $("cards").replaceChildren(...cards.map(([value, title, more]) => {
     const own = element("div", undefined, "card");

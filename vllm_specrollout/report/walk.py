@@ -26,7 +26,7 @@ MOST_ROWS = 1 << 26
 PROMPT = "prompt"
 LEFT_OUT = "left out"
 NOTHING_PROPOSED = "nothing proposed"
-NOT_ASKED = "not asked"
+PAUSED, NOT_ASKED = "drafting paused", "not asked"
 _FOREVER, _MOST_GAINED = 1 << 50, (1 << 31) - 1
 
 
@@ -211,7 +211,7 @@ def _why(before: Step) -> str:
     """Why a step has its drafts, or none, by the record before it."""
     if before.views:
         return before.reason or "drafted"
-    return f"{NOT_ASKED}: {before.reason}" if before.reason else NOT_ASKED
+    return f"{PAUSED}: {before.reason}" if before.reason else NOT_ASKED
 
 
 def _named(step: Step) -> list[int]:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 
 _SETTINGS = "spec_rollout"  # our entry in vLLM's `additional_config`
 _OFF = "spec rollout is off in this engine"
 
+P = ParamSpec("P")
 T = TypeVar("T")
 # [engines][workers] what each worker answered
 Answers = list[list[Any]]
@@ -35,17 +36,42 @@ Check = Callable[[Any], None]
 Conversation = Generator[Call, Answers, T]
 
 
-def ask(engine: Any, conversation: Conversation[T], check: Check | None = None) -> T:
-    """Lead a conversation with an engine that is called.
+def both(
+    name: str, converse: Callable[P, Conversation[T]], check: Check
+) -> tuple[Callable[Concatenate[Any, P], T], Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]]:
+    """A conversation as two functions: of an engine that is called, and, with an `a` before its name, of one awaited.
 
     Args:
-        check: refuses an engine that has not what the conversation is about; default: `check_keeps_history`.
+        name: of the first of them.
+        converse: the conversation, of what they take behind the engine.
+        check: refuses an engine that has not what the conversation is about.
+    """
+
+    def called(llm: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return ask(llm, converse(*args, **kwargs), check)
+
+    async def awaited(llm: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await aask(llm, converse(*args, **kwargs), check)
+
+    taken = inspect.signature(converse)
+    engine = inspect.Parameter("llm", inspect.Parameter.POSITIONAL_ONLY)
+    shown = taken.replace(parameters=[engine, *taken.parameters.values()])
+    twins: tuple[tuple[str, Any], ...] = ((name, called), (f"a{name}", awaited))
+    for own, function in twins:
+        function.__name__ = function.__qualname__ = own
+        function.__module__, function.__doc__ = converse.__module__, converse.__doc__
+        function.__signature__ = shown
+    return called, awaited
+
+
+def ask(engine: Any, conversation: Conversation[T], check: Check) -> T:
+    """Lead a conversation with an engine that is called.
 
     Raises:
         ConfigError: it is no such engine.
         UnsupportedError: it is refused.
     """
-    _check(engine, check or check_keeps_history, is_async=False)
+    _check(engine, check, is_async=False)
     answers: Any = None
     while True:
         try:
@@ -55,13 +81,13 @@ def ask(engine: Any, conversation: Conversation[T], check: Check | None = None) 
         answers = [engine.collective_rpc(call.method, args=call.args)]
 
 
-async def aask(engine: Any, conversation: Conversation[T], check: Check | None = None) -> T:
+async def aask(engine: Any, conversation: Conversation[T], check: Check) -> T:
     """Lead a conversation with an engine that is awaited, or with all of them behind its client.
 
     Raises:
         as `ask`.
     """
-    _check(engine, check or check_keeps_history, is_async=True)
+    _check(engine, check, is_async=True)
     client: Any = getattr(engine, "engine_core", None)
     # data parallel: `AsyncLLM.collective_rpc` reaches every engine, but returns the first one's answers alone
     has_several = len(getattr(client, "core_engines", ())) > 1

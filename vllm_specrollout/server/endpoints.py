@@ -32,7 +32,15 @@ from vllm_specrollout.config import envs
 from vllm_specrollout.config.checks import MOST_ID
 from vllm_specrollout.errors import ForbiddenError, SpecRolloutError, UnsupportedError, named
 from vllm_specrollout.server import reports
-from vllm_specrollout.server.asking import Check, Conversation, aask, check_has_model, check_is_on, recording
+from vllm_specrollout.server.asking import (
+    Check,
+    Conversation,
+    aask,
+    check_has_model,
+    check_is_on,
+    check_keeps_history,
+    recording,
+)
 from vllm_specrollout.server.reports import MAX_EPOCH, MAX_INDEX, MAX_REWARDS
 from vllm_specrollout.server.settings import readable_errors
 
@@ -270,7 +278,7 @@ def _engine(request: Request) -> Any:
     return engine
 
 
-async def _ask(request: Request, conversation: Conversation[Any], check: Check | None = None) -> Any:
+async def _ask(request: Request, conversation: Conversation[Any], check: Check = check_keeps_history) -> Any:
     return await aask(_engine(request), conversation, check)
 
 

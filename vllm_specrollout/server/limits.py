@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_specrollout import drafters
-from vllm_specrollout.budgets.registry import make_budget
 from vllm_specrollout.config import DRAFTERS, SpecRolloutConfig
 from vllm_specrollout.config.keys import check_keys
 from vllm_specrollout.config.places import check_places
@@ -155,7 +153,11 @@ def check_engine_args(args: Any, config: SpecRolloutConfig, engine: Engine) -> N
     _check_class("--scheduler-cls", args.scheduler_cls, (None, engine.scheduler, engine.async_scheduler or None))
     if not config.sources:
         raise ConfigError("`drafters` is empty", f"name at least one of: {', '.join(DRAFTERS)}")
-    drafters.check_named(config)
+    # these import numpy, which nobody needs who imports us
+    from vllm_specrollout.budgets.registry import make_budget
+    from vllm_specrollout.drafters import check_named
+
+    check_named(config)
     make_budget(config)
     check_places(config)
     check_keys(config)

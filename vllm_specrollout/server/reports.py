@@ -4,8 +4,8 @@ what the history holds, and how drafters are.
 What belongs here: the checks of what is reported, the names a request may have inside vLLM, and the sums over workers
 and engines. `server/endpoints.py` offers the same over HTTP; the worker's side is `worker/calls.py`.
 
-Each function comes twice: for engines that are called (`LLM`, `LLMEngine`), and, beginning with `a`, for engines that
-are awaited (`AsyncLLM`).
+Each conversation is two functions: of an engine that is called (`LLM`, `LLMEngine`), and, beginning with `a`, of one
+that is awaited (`AsyncLLM`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ from vllm_specrollout.config.checks import MOST_ID, check_finite, check_range
 from vllm_specrollout.errors import ConfigError, ForbiddenError, UnsupportedError, shown
 from vllm_specrollout.history.epochs import MAX_EPOCH, check_epoch
 from vllm_specrollout.history.epochs import EpochError as EpochError
-from vllm_specrollout.server.asking import Answers, Call, Conversation, aask, ask, check_has_model, check_is_on
+from vllm_specrollout.server.asking import (
+    Answers,
+    Call,
+    Conversation,
+    both,
+    check_has_model,
+    check_is_on,
+    check_keeps_history,
+)
 
 MAX_REWARDS = 65_536
 """Most rewards of one report."""
@@ -43,113 +51,6 @@ class ReportedReward:
     """Which sample of the request; None: it has one."""
 
 
-# --- for engines that are called --------------------------------------------------------------------------------------
-
-
-def report_rewards(llm: Any, rewards: Mapping[str, float | Sequence[float]]) -> dict[str, int]:
-    """Tell an engine what its answers were worth; better ones then weigh more in the drafts of the next epoch.
-
-    Args:
-        llm: an `LLM` or `LLMEngine`.
-        rewards: request id (`RequestOutput.request_id`) -> reward, or for `n > 1` a list with one reward per sample, in
-            the order of `RequestOutput.outputs`. Finite numbers; arrays and tensors of them are fine.
-
-    Returns:
-        How many rewards were "matched" to an answer, "repeated" (took the place of an earlier one) and "unknown". Late,
-        repeated and unknown ids are counted, not refused.
-
-    Raises:
-        ConfigError: a reward or an id cannot be used, there are more than `MAX_REWARDS`, or `llm` is no such engine.
-        UnsupportedError: the engine keeps no history.
-    """
-    return ask(llm, reporting(flatten(rewards)))
-
-
-def begin_epoch(llm: Any, epoch: int | None = None) -> int:
-    """Tell an engine that the trainer begins its next epoch, or the one named; returns the epoch begun.
-
-    Raises:
-        EpochError: `epoch` is below the present one, or more than `MAX_JUMP` behind it. One that went far
-            ahead of all answers is taken back.
-        ConfigError: it is no epoch, or `llm` no such engine.
-        UnsupportedError: the engine keeps no history.
-    """
-    return ask(llm, beginning(epoch))
-
-
-def read_history(llm: Any) -> dict[str, Any]:
-    """What the history holds, in plain JSON types.
-
-    Returns:
-        "engines": per engine, counts, bytes and hits. "total": their sums, the latest epoch, and "hit_rate": of the
-        times the history was asked for a draft, the share in which it had one.
-
-    Raises:
-        ConfigError: `llm` is no such engine.
-        UnsupportedError: the engine keeps no history.
-    """
-    return ask(llm, reading())
-
-
-def load_drafter(llm: Any, path: str | Path) -> int:
-    """Give the model that drafts other weights of the same shape; requests go on running.
-
-    Args:
-        path: a folder that `specrollout train-head` wrote, or one safetensors file, where the engine can read it.
-
-    Returns:
-        How often its weights were swapped since the engine began.
-
-    Raises:
-        ConfigError: the weights cannot be used, and the drafter goes on with its own; or `llm` is no such engine.
-        UnsupportedError: no model drafts in this engine.
-    """
-    return ask(llm, loading(path), check_has_model)
-
-
-def read_drafters(llm: Any) -> dict[str, Any]:
-    """How drafters and budget are, in plain JSON types.
-
-    Returns:
-        "engines": of each engine its "drafters" by their names, and its "budget". Of each, its "state" (`alive`,
-        `probation` or `given up`), how often it "failed" lately, the last "error", and the "steps" until it is tried
-        again.
-
-    Raises:
-        ConfigError: `llm` is no `LLM` or `LLMEngine`.
-        UnsupportedError: spec rollout is off.
-    """
-    return ask(llm, reading_drafters(), check_is_on)
-
-
-# --- for engines that are awaited ------------------------------------------------------------------------------------
-
-
-async def areport_rewards(engine: Any, rewards: Mapping[str, float | Sequence[float]]) -> dict[str, int]:
-    """`report_rewards` for an `AsyncLLM`."""
-    return await aask(engine, reporting(flatten(rewards)))
-
-
-async def abegin_epoch(engine: Any, epoch: int | None = None) -> int:
-    """`begin_epoch` for an `AsyncLLM`."""
-    return await aask(engine, beginning(epoch))
-
-
-async def aread_history(engine: Any) -> dict[str, Any]:
-    """`read_history` for an `AsyncLLM`."""
-    return await aask(engine, reading())
-
-
-async def aload_drafter(engine: Any, path: str | Path) -> int:
-    """`load_drafter` for an `AsyncLLM`."""
-    return await aask(engine, loading(path), check_has_model)
-
-
-async def aread_drafters(engine: Any) -> dict[str, Any]:
-    """`read_drafters` for an `AsyncLLM`."""
-    return await aask(engine, reading_drafters(), check_is_on)
-
-
 # --- the conversations -----------------------------------------------------------------------------------------------
 
 
@@ -170,8 +71,35 @@ def reporting(rewards: Sequence[ReportedReward]) -> Conversation[dict[str, int]]
     return {"matched": matched, "repeated": repeated, "unknown": max(0, len(rewards) - matched - repeated)}
 
 
-def beginning(epoch: int | None) -> Conversation[int]:
-    """Begin an epoch in all engines, or in none."""
+def reporting_all(rewards: Mapping[str, float | Sequence[float]]) -> Conversation[dict[str, int]]:
+    """Tell an engine what its answers were worth; better ones then weigh more in the drafts of the next epoch.
+
+    Args:
+        rewards: request id (`RequestOutput.request_id`) -> reward, or for `n > 1` a list with one reward per sample, in
+            the order of `RequestOutput.outputs`. Finite numbers; arrays and tensors of them are fine.
+
+    Returns:
+        How many rewards were "matched" to an answer, "repeated" (took the place of an earlier one) and "unknown". Late,
+        repeated and unknown ids are counted, not refused.
+
+    Raises:
+        ConfigError: a reward or an id cannot be used, there are more than `MAX_REWARDS`, or it is no such engine.
+        UnsupportedError: the engine keeps no history.
+    """
+    return reporting(flatten(rewards))
+
+
+def beginning(epoch: int | None = None) -> Conversation[int]:
+    """Tell an engine that the trainer begins its next epoch, or the one named; returns the epoch begun.
+
+    Of several engines all begin it, or none does.
+
+    Raises:
+        EpochError: `epoch` is below the present one, or more than `MAX_JUMP` behind it. One that went far
+            ahead of all answers is taken back.
+        ConfigError: it is no epoch, or no such engine.
+        UnsupportedError: the engine keeps no history.
+    """
     if epoch is not None:
         check_range("epoch", epoch, 0, MAX_EPOCH)
         # asked first: of several engines, none shall begin what another would refuse
@@ -188,7 +116,16 @@ def beginning(epoch: int | None) -> Conversation[int]:
 
 
 def reading() -> Conversation[dict[str, Any]]:
-    """Ask for what is kept."""
+    """What the history holds, in plain JSON types.
+
+    Returns:
+        "engines": per engine, counts, bytes and hits. "total": their sums, the latest epoch, and "hit_rate": of the
+        times the history was asked for a draft, the share in which it had one.
+
+    Raises:
+        ConfigError: it is no such engine.
+        UnsupportedError: the engine keeps no history.
+    """
     answers = yield Call("spec_rollout_history")
     # of an engine's workers, those that do not draft say nothing
     engines = [report for report in _living(answers) if report]
@@ -198,23 +135,53 @@ def reading() -> Conversation[dict[str, Any]]:
 
 
 def reading_drafters() -> Conversation[dict[str, Any]]:
-    """Ask how drafters and budget are; those that do not draft say nothing."""
+    """How drafters and budget are, in plain JSON types.
+
+    Returns:
+        "engines": of each engine its "drafters" by their names, and its "budget". Of each, its "state" (`alive`,
+        `probation` or `given up`), how often it "failed" lately, the last "error", and the "steps" until it is tried
+        again.
+
+    Raises:
+        ConfigError: it is no such engine.
+        UnsupportedError: spec rollout is off.
+    """
     answers = yield Call("spec_rollout_health")
+    # those that do not draft say nothing
     return {"engines": [found for workers in answers for found in workers if found]}
 
 
 def loading(path: str | Path, below: str | None = None) -> Conversation[int]:
-    """Load weights into the model that drafts; `below` is the folder in which they must lie, None: anywhere.
+    """Give the model that drafts other weights of the same shape; requests go on running.
+
+    Args:
+        path: a folder that `specrollout train-head` wrote, or one safetensors file, where the engine can read it.
+        below: the folder in which it must lie; None: anywhere.
+
+    Returns:
+        How often its weights were swapped since the engine began.
 
     Raises:
-        WeightsError: they cannot be read, do not fit, or cannot draft.
+        WeightsError: they cannot be read, do not fit, or cannot draft; the drafter goes on with its own.
         ForbiddenError: they lie outside of `below`.
+        ConfigError: it is no such engine.
+        UnsupportedError: no model drafts in this engine.
     """
     answers = yield Call("spec_rollout_load_drafter", (str(path), below))
     for answer in _flat(answers):
         if "cause" in answer:
             raise (ForbiddenError if answer.get("is_forbidden") else WeightsError)(answer["cause"], answer["hint"])
     return max(answer["version"] for answer in _flat(answers))
+
+
+report_rewards, areport_rewards = both("report_rewards", reporting_all, check_keeps_history)
+begin_epoch, abegin_epoch = both("begin_epoch", beginning, check_keeps_history)
+read_history, aread_history = both("read_history", reading, check_keeps_history)
+read_drafters, aread_drafters = both("read_drafters", reading_drafters, check_is_on)
+load_drafter, aload_drafter = both("load_drafter", loading, check_has_model)
+
+
+# --- what is given ---------------------------------------------------------------------------------------------------
 
 
 def candidates(request_id: str, index: int | None) -> list[str]:
@@ -229,9 +196,6 @@ def candidates(request_id: str, index: int | None) -> list[str]:
         return single
     names = [f"{index}_{request_id}", f"{index}_{request_id}-0", f"{request_id}-{index}", f"{request_id}_{index}"]
     return names + [name for name in single if index == 0 and name not in names]
-
-
-# --- what is given ---------------------------------------------------------------------------------------------------
 
 
 def flatten(rewards: Mapping[str, float | Sequence[float]]) -> list[ReportedReward]:

@@ -1,9 +1,8 @@
-"""Calls by name (`collective_rpc`) that a worker answers between steps: on drafters, history, timeline, counters."""
+"""Calls by name (`collective_rpc`) that a worker answers between steps: on drafters, history, counters."""
 
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,11 +16,10 @@ from vllm_specrollout.cluster.profiles import Learning, kept, of_engine
 from vllm_specrollout.config import DECOUPLED_SOURCES
 from vllm_specrollout.drafters.keeping import KeepsHistory
 from vllm_specrollout.errors import ForbiddenError, SpecRolloutError
-from vllm_specrollout.history.answers import Outcome
+from vllm_specrollout.history.answers import RewardOutcome
 from vllm_specrollout.history.epochs import EpochError
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.metrics import Gain
-from vllm_specrollout.observe.timeline import TimelineListener
 from vllm_specrollout.worker import hidden
 from vllm_specrollout.worker.common import Stats, is_first_rank
 from vllm_specrollout.worker.models import decoupled
@@ -185,7 +183,7 @@ class DrafterMixin(_Base):
             return {"cause": error.cause, "hint": error.hint}
 
 
-_COUNTED_AS = {Outcome.REPEATED: "repeated", Outcome.UNKNOWN: "unknown"}
+_COUNTED_AS = {RewardOutcome.REPEATED: "repeated", RewardOutcome.UNKNOWN: "unknown"}
 
 
 class TrainerMixin(WeightsMixin):
@@ -294,29 +292,6 @@ class TrainerMixin(WeightsMixin):
                         part.close()
             runner.spec_rollout.close()
         super().shutdown()
-
-
-class ExplainsMixin:
-    """Mixed into vLLM's workers, whose runner has a `spec_rollout`. Until it is asked, nothing is written down."""
-
-    model_runner: Any
-
-    def spec_rollout_explain(self, keep: int) -> None:
-        """Write down what is decided for each request from now on.
-
-        Of requests that ended, the last `keep` are told of; 0 ends the writing.
-        """
-        speculator = self.model_runner.spec_rollout
-        speculator.listeners = [one for one in speculator.listeners if not isinstance(one, TimelineListener)]
-        if keep > 0:
-            speculator.listeners.append(TimelineListener(keep, time.perf_counter))
-
-    def spec_rollout_explained(self) -> list[dict[str, Any]]:
-        """What was written down since: per request its name, and its segments as plain values, in order."""
-        # a step's record comes with its time, which is known when the next one begins
-        self.model_runner.settle()
-        listeners = self.model_runner.spec_rollout.listeners
-        return next((one.rows() for one in listeners if isinstance(one, TimelineListener)), [])
 
 
 class StatsMixin(_Base):

@@ -79,6 +79,8 @@ def with_speculation(vllm_config: VllmConfig, num_tokens: int) -> VllmConfig:
     return clone
 
 
+HEADS = ("eagle", "eagle3")
+"""Methods whose models draft trees on V2: each pass goes on from hidden states of the one before."""
 _ANY_LENGTH = ("draft_model", "eagle", "eagle3")
 """Methods whose models run once per token, so that steps may have more drafts than they make."""
 
@@ -102,8 +104,8 @@ def with_lane(vllm_config: VllmConfig) -> VllmConfig:
     config = config_of(vllm_config)
     model = drafting_model(config)
     given = model or {"method": "ngram", "prompt_lookup_max": 1, "prompt_lookup_min": 1}
-    # a tree may have more nodes than levels, and no model's drafts have branches
-    has_branches = config.shape != "chain" and model is None
+    # a tree may have more nodes than levels, and of models only heads draft trees
+    has_branches = config.shape != "chain" and (model is None or model.get("method") in HEADS)
     width = config.max_draft_tokens if has_branches else min(config.max_draft_tokens, config.max_depth)
     if not has_branches and envs.VLLM_BATCH_INVARIANT:
         width = min(width, most_in_one_tile(vllm_config))

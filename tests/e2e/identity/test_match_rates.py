@@ -44,7 +44,7 @@ def test_a_copy_of_the_target_is_met_everywhere_by_shared_noise_and_by_greedy_dr
     assert sums["first"]["shared"] == sums["positions"]
     assert sums["overlap"] == pytest.approx(sums["positions"], rel=1e-3)
     assert sums["first"]["greedy"] < 0.7 * sums["positions"]
-    assert sums["sharpness"] == 1.0, "what meets most often is learned"
+    assert sums["sharpness"] == pytest.approx(1.0, abs=0.15), "that both count the same is learned"
 
 
 def test_on_broad_distributions_a_comb_of_two_is_met_more_often_than_rejection_sampling_accepts(

@@ -1,6 +1,7 @@
 """What `specrollout history` says and does, and what it refuses."""
 
 import json
+import shutil
 
 import pytest
 from typer.testing import CliRunner
@@ -80,6 +81,19 @@ def test_a_file_that_nothing_was_written_to_is_one_clear_error(tmp_path):
     (tmp_path / "new.history").touch()
     with pytest.raises(HistoryError, match="no history in it yet"):
         run("inspect", tmp_path)
+
+
+def test_an_archive_is_named_with_what_it_has_of_its_nodes_or_that_it_has_nothing_yet(folder, tmp_path):
+    kept = tmp_path / "archive"
+    kept.mkdir()
+    (kept / "archive.lock").touch()
+    with pytest.raises(HistoryError, match="is an archive without answers yet(?s:.*)history.url"):
+        run("inspect", kept)
+    for number, path in enumerate(sorted(folder.glob("*.history"))):
+        shutil.copy(path, kept / f"0123456789abcdef.answers-{number:04}.history")
+    (kept / "archive.lock").unlink()
+    assert run("inspect", kept).output.startswith(f"{kept}: an archive of 16 answers, from 2 files of its nodes\n")
+    assert "archive of" not in run("inspect", folder).output
 
 
 def test_merge_writes_every_answer_once_with_its_reward(folder, tmp_path):

@@ -26,10 +26,44 @@ def run(*arguments):
 def test_a_page_and_tracks_are_written_for_their_owner_alone(tmp_path):
     page, tracks = tmp_path / "x.html", tmp_path / "x.json"
     said = run(TRACE, "--out", page, "--perfetto", tracks).splitlines()
-    assert [line.split(" (")[0] for line in said] == [f"wrote {page}", f"wrote {tracks}"]
+    assert [line.split(" (")[0] for line in said] == [f"wrote {page}", page.as_uri(), f"wrote {tracks}"]
     assert islands(page.read_text())["summary"]["file"] == TRACE.name
     assert json.loads(tracks.read_text())["traceEvents"]
     assert {path.stat().st_mode & 0o777 for path in (page, tracks)} == {0o600}
+
+
+def test_without_a_name_the_page_lies_beside_the_record_and_is_told_as_an_address(tmp_path):
+    trace = tmp_path / "run 3.jsonl.zst"
+    trace.write_bytes(TRACE.read_bytes())
+    page = tmp_path / "run 3.html"
+    _, address = run(trace).splitlines()
+    assert address == f"file://{tmp_path}/run%203.html" and islands(page.read_text())["summary"]["file"] == trace.name
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_terminal", "screen", "is_opened"),
+    [
+        ((), True, ":0", True),
+        ((), False, ":0", False),
+        ((), True, "", False),
+        (("--open",), False, "", True),
+        (("--no-open",), True, ":0", False),
+    ],
+)
+def test_the_page_opens_where_somebody_sits_or_as_the_flag_says(
+    tmp_path, monkeypatch, flags, is_terminal, screen, is_opened
+):
+    from vllm_specrollout.cli import report
+
+    opened = []
+    monkeypatch.setattr(report.webbrowser, "open", opened.append)
+    monkeypatch.setattr(report, "page_of", lambda *_: "")
+    monkeypatch.setattr(report, "_is_terminal", lambda: is_terminal)
+    for name, value in (("DISPLAY", screen), ("WAYLAND_DISPLAY", "")):
+        monkeypatch.setenv(name, value)
+    page = tmp_path / "x.html"
+    run(TRACE, "--out", page, *flags)
+    assert opened == ([page.as_uri()] if is_opened else [])
 
 
 def test_a_page_is_no_larger_than_it_may_be(tmp_path, monkeypatch):
@@ -141,7 +175,6 @@ def test_an_address_where_nobody_listens_is_one_clear_error(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "cause"),
     [
-        ((), "neither `--out` nor `--perfetto` is given"),
         (("--out", "/"), "`--out` is `/`, which is a folder"),
         (("--out", "no/x.html"), "`--out` is `no/x.html`, whose folder does not exist"),
         (("--perfetto", "no/x.json"), "`--perfetto` is `no/x.json`, whose folder does not exist"),

@@ -54,11 +54,11 @@ def test_rows_are_what_the_engine_did_in_each_step(lengths, order, pauses):
         assert sum(row["gained"] for row in rows[:-1]) < length
         for row in rows[1:]:
             is_paused = row["step"] in pauses
-            assert (row["why"] == "not asked: drafts do not pay") == is_paused, row
+            assert (row["why"] == "drafting paused: drafts do not pay") == is_paused, row
             assert is_paused or row["why"] in ("fixed", "nothing proposed")
             assert (row["why"] == "fixed") == (row["nodes"] > 0) == (row["tree"] >= 0)
     assert [table.reasons[why] for why in table.step_why[1:count]] == [
-        "not asked: drafts do not pay" if i in pauses else "fixed" for i in range(1, count)
+        "drafting paused: drafts do not pay" if i in pauses else "fixed" for i in range(1, count)
     ]
 
 

@@ -1,6 +1,7 @@
 """Rewards, epochs and history, as trainers give and get them, against engines that merely remember."""
 
 import asyncio
+import inspect
 import math
 from collections import Counter
 from types import SimpleNamespace
@@ -275,3 +276,13 @@ def test_of_several_engines_those_that_keep_a_history_go_on():
     assert asyncio.run(vllm_specrollout.areport_rewards(engine, {"a": 1, "b": 1}))["matched"] == 1
     assert asyncio.run(vllm_specrollout.abegin_epoch(engine, 3)) == 3
     assert len(asyncio.run(vllm_specrollout.aread_history(engine))["engines"]) == 1
+
+
+def test_both_functions_of_a_conversation_show_what_they_take_and_mean() -> None:
+    for name in ("report_rewards", "begin_epoch", "read_history", "read_drafters", "load_drafter"):
+        called, awaited = (getattr(vllm_specrollout, own) for own in (name, f"a{name}"))
+        assert (called.__name__, awaited.__name__) == (name, f"a{name}")
+        assert inspect.iscoroutinefunction(awaited) and not inspect.iscoroutinefunction(called)
+        assert called.__doc__ == awaited.__doc__ and "Raises:" in called.__doc__
+        assert inspect.signature(called) == inspect.signature(awaited)
+    assert list(inspect.signature(vllm_specrollout.begin_epoch).parameters) == ["llm", "epoch"]

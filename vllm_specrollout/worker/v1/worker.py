@@ -18,7 +18,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.types import DraftMode
-from vllm_specrollout.worker.calls import DrafterMixin, ExplainsMixin, StatsMixin, TrainerMixin
+from vllm_specrollout.worker.calls import DrafterMixin, StatsMixin, TrainerMixin
 from vllm_specrollout.worker.common import config_of, with_model
 from vllm_specrollout.worker.models.decoupled import keep_off
 from vllm_specrollout.worker.rows import HeadShape, RowsAlike, attention_alike, linear_alike_from
@@ -89,7 +89,7 @@ def _product(module: torch.nn.Module, bias: torch.Tensor | None) -> Product:
     return lambda x: module.quant_method.apply(module, x, bias)
 
 
-class SpecRolloutCPUWorker(StatsMixin, DrafterMixin, ExplainsMixin, TrainerMixin, CPUWorker):
+class SpecRolloutCPUWorker(StatsMixin, DrafterMixin, TrainerMixin, CPUWorker):
     """Chosen by `worker_cls`."""
 
     model_runner: SpecRolloutCPURunner

@@ -111,7 +111,11 @@ class DeviceDrafts:
         """The model whose drafts are taken; None: none are."""
         self.withhold: Callable[[list[str]], str] = lambda names: ""
         """Names the request of a batch whose verdict is withheld in the next step; empty: none is."""
+        self.rearranged: Callable[[InputBatch, Any], tuple[InputBatch, Any]] = lambda batch, args: (batch, args)
+        """Brings the rows of a step, with what `propose` is told of them, into the order that speculators read."""
         self.look_up = self._looked_up
+        # what `_tell` returned for the step in progress, if it was asked before the model's passes
+        self._told_now: tuple[Asked, list[torch.Tensor]] | None = None
 
     @torch.inference_mode()
     def propose(self, input_batch: InputBatch, *args: Any, dummy_run: bool = False, **kwargs: Any) -> torch.Tensor:
@@ -122,7 +126,13 @@ class DeviceDrafts:
             levels = self._speculator.num_speculative_steps = 1 if self.is_covered and not dummy_run else self._depth
             if features.installed().drafts_few:
                 kwargs["num_speculative_tokens"] = levels
+            is_taken = self.model is not None and not dummy_run
+            if is_taken:
+                self._begin_model(input_batch, levels)
+            input_batch, args = self.rearranged(input_batch, args)
             modelled = self._propose(input_batch, *args, dummy_run=dummy_run, **kwargs)[:, :levels]
+            if is_taken:
+                self.model.watch(input_batch, modelled)
         if dummy_run:
             shape = input_batch.num_reqs, self.width
             return torch.zeros(shape, dtype=torch.int64, device=self._device)
@@ -143,15 +153,33 @@ class DeviceDrafts:
                 known[: len(rows)] = group.broadcast(known[: len(rows)].clone(), src=0)
         return words[rows, : self.width].long()
 
-    def _choose(self, batch: InputBatch, modelled: torch.Tensor | None) -> bool:
-        """Give each request the draft of which most tokens are expected; False: there are none to choose from."""
+    def _begin_model(self, batch: InputBatch, levels: int) -> None:
+        """Before its passes the model learns of the last ones, and is told of the requests if several nodes of a level
+        may go on."""
+        try:
+            self.model.learn()
+            if self.model.beams is None or not self.may_branch or self.is_paused or levels < 2:
+                return
+            _, sent = self._told_now = self._tell(batch)
+            self.model.begin(sent[3], sent[2], self.most)
+        except CONTAINED as error:
+            self._guard.failed("drafting", error, "requests go on without trees in such a step")
+
+    def _tell(self, batch: InputBatch) -> tuple[Asked, list[torch.Tensor]]:
+        """What the host knows of the batch's requests, and that on the device."""
         self.told.renew(self.changed())
         asked, states = self.told.asked(batch.idx_mapping_np, self.most, may_branch=self.may_branch), self._states
         for name in self.held():
             asked.limits[asked.rows == states.req_id_to_index.get(name, -1)] = 0
         until = np.minimum(states.max_seq_len[batch.idx_mapping_np], states.max_model_len)
-        sent = self._sent(*asked[1:], until, self.factors.astype(np.float32).view(np.int32))
-        _, limits, _, ends, until_there, factors = sent
+        return asked, self._sent(*asked[1:], until, self.factors.astype(np.float32).view(np.int32))
+
+    def _choose(self, batch: InputBatch, modelled: torch.Tensor | None) -> bool:
+        """Give each request the draft of which most tokens are expected; False: there are none to choose from."""
+        told, self._told_now = self._told_now, None
+        asked, sent = told or self._tell(batch)
+        _, limits, branches, ends, until_there, factors = sent
+        states = self._states
         looked = None
         if self.looks_up and not self.is_paused:
             with self._times.of("lookup"):
@@ -161,11 +189,16 @@ class DeviceDrafts:
             modelled = None
         if looked is None and lines is None and modelled is None:
             return False
+        own = None
+        if modelled is not None:
+            lengths = states.total_len.gpu[batch.idx_mapping]
+            own = self.model.drafted(
+                modelled.shape[1], lengths, limits, ends, branches, self.width, may_branch=self.may_branch
+            )
         name = self.withhold(batch.req_ids)
         choose(
             self._words, self._confidence, batch.idx_mapping, states.all_token_ids.gpu, states.total_len.gpu,
-            limits, until_there, ends, factors.view(torch.float32), looked=looked, lines=lines, modelled=modelled,
-            most_tokens=self.model.most_tokens if modelled is not None else 0,
+            limits, until_there, ends, factors.view(torch.float32), looked=looked, lines=lines, modelled=own,
             withheld=batch.req_ids.index(name) if name in batch.req_ids else -1, has_branches=self.may_branch,
         )  # fmt: skip
         return True
@@ -183,7 +216,8 @@ class DeviceDrafts:
             self._lookup(*buffers, *tables, *sent, 1)
         rows, words = torch.zeros(1, dtype=torch.int64, device=self._device), torch.full_like(self._words, -1)
         drafts = self._lookup.drafts, self._lookup.parents, self._lookup.chances
-        modelled = torch.zeros(1, self._depth, dtype=torch.int64, device=self._device) if self._depth else None
+        none = torch.full((2, 1, self.width), -1, dtype=torch.int32, device=self._device)
+        modelled = (*none, torch.zeros(1, self.width, device=self._device)) if self._depth else None
         for looked, ends, branches in itertools.product(
             (drafts, None) if self.looks_up else (None,), ENDS[:2], (False, True) if self.looks_up else (False,)
         ):

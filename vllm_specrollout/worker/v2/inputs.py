@@ -76,6 +76,32 @@ class TreeInputs:
             positions[..., : len(self._shift)] += self._shift
 
 
+def accepted_first(
+    batch: InputBatch, path: torch.Tensor, num_sampled: torch.Tensor, states: list[torch.Tensor]
+) -> tuple[InputBatch, list[torch.Tensor]]:
+    """A step with branches as if the accepted nodes had been drafted as a chain: what vLLM's speculators read.
+
+    Keys and values that they write go where the rows' order says, so those of accepted nodes end up one behind another.
+
+    Args:
+        path: [R, width] rows of the accepted paths, counted from the roots'.
+        num_sampled: [R] how many of them count.
+        states: [rows, ...] each, of the step's rows and of padding.
+
+    Returns:
+        a copy of the batch, and of the states.
+    """
+    starts, place = batch.query_start_loc[: len(path), None].long(), torch.arange(path.shape[1], device=path.device)
+    rows = torch.arange(1 + max(len(states[0]), len(batch.input_ids), len(batch.positions)), device=path.device)
+    # what does not count goes behind all rows
+    there = torch.where(place < num_sampled[:, None], starts + place, len(rows) - 1)
+    order = rows.scatter(0, there.flatten(), (starts + path.long()).flatten())
+    copied = copy.copy(batch)
+    copied.input_ids = batch.input_ids[order[: len(batch.input_ids)]]
+    copied.positions = batch.positions[order[: len(batch.positions)]]
+    return copied, [state[order[: len(state)]] for state in states]
+
+
 def follow_depths(rope: Any, inputs: TreeInputs) -> None:
     """Have positions of several dimensions (M-RoPE) follow the nodes' depths, which go on alike in each of them.
 

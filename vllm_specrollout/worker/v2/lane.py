@@ -27,8 +27,10 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logit
 
 from vllm_specrollout.budgets.goodput import Acceptance
 from vllm_specrollout.config import MODEL_SOURCES
+from vllm_specrollout.config.budgets import FastGrpoOptions, TltOptions
+from vllm_specrollout.drafters.beams import widest
 from vllm_specrollout.drafters.looked_up import LateDrafts, LookedUpHistory
-from vllm_specrollout.kernels.draft_choice.naive import CHAIN_CHANCE, MODELLED, WITHHELD
+from vllm_specrollout.kernels.draft_choice.naive import MODELLED, WITHHELD
 from vllm_specrollout.observe.guard import CONTAINED
 from vllm_specrollout.speculator import PlannedStep
 from vllm_specrollout.trees.batch import cut, first_paths, over, proposed
@@ -45,10 +47,11 @@ from vllm_specrollout.types import (
 from vllm_specrollout.worker.common import levels_of
 from vllm_specrollout.worker.drafting import NO_DRAFTS
 from vllm_specrollout.worker.scheduler import DraftReport
+from vllm_specrollout.worker.v2.beams import Beams, levels_of_trees, scratch_blocks
 from vllm_specrollout.worker.v2.device_drafts import LINE, Bystander, DeviceDrafts
 from vllm_specrollout.worker.v2.graphs import TREES_UP_TO, profiled_graphs
 from vllm_specrollout.worker.v2.host import InFlight
-from vllm_specrollout.worker.v2.inputs import emptied, holds_prompt
+from vllm_specrollout.worker.v2.inputs import accepted_first, emptied, holds_prompt
 from vllm_specrollout.worker.v2.model import DeviceModel
 from vllm_specrollout.worker.v2.runner import SpecRolloutV2
 from vllm_specrollout.worker.v2.texts import DeviceTexts
@@ -85,11 +88,12 @@ class Home:
         trees.source[:] = np.repeat(sources, trees.sizes)
         return trees
 
-    def is_covered(self, factors: FloatArray, levels: int) -> bool:
+    def is_covered(self, factors: FloatArray, levels: int, chance: float) -> bool:
         """Whether nobody has drafts of a model's, nor would so many levels of it have been expected to bring more.
 
         Args:
             factors: as `DeviceDrafts` has them.
+            chance: that a token of the model's holds, as it usually says.
         """
         most = (self.words.shape[1] - 1) // 3
         # nobody's is no better than the model's
@@ -98,7 +102,7 @@ class Home:
         chances = np.where(self.words[:, :most] >= 0, self.words[:, 2 * most : 3 * most], 0).view(np.float32)
         tenths = np.minimum((chances * TENTHS).astype(np.int64), TENTHS - 1)
         known = np.minimum(chances * factors[kinds[:, None], tenths], 1.0)
-        own = min(CHAIN_CHANCE * factors[MODELLED, int(CHAIN_CHANCE * TENTHS)], 1.0)
+        own = min(chance * factors[MODELLED, min(int(chance * TENTHS), TENTHS - 1)], 1.0)
         is_enough = known.cumprod(axis=1).sum(axis=1) >= (own ** np.arange(1, levels + 1)).sum()
         return bool((is_enough & (kinds != MODELLED)).all())
 
@@ -192,12 +196,17 @@ class Lane(SpecRolloutV2):
         # a model's passes need all ranks, which see at different times what came home
         speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
         self._may_skip = self._levels > 1 and not speculative.parallel_drafting and parallel.world_size_across_dp == 1
+        # a model's may branch if its passes read the step's rows, which are brought into order for them
+        self._has_trees = not self._levels or levels_of_trees(vllm_config) > 0
+        self.drafts.rearranged = self._rearranged
         self.host.came_home, self.host.plan = self._came_home, self._plan
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         if self._levels:
-            self.model_drafter = DeviceModel(self.speculator, self.model, self._levels, self.sources[2])
+            self.model_drafter = DeviceModel(
+                self.speculator, self.model, self._levels, self.sources[2], self.req_states
+            )
             if not self.drafts.looks_up:
                 self.model_drafter.latest = self._late.latest
 
@@ -208,13 +217,31 @@ class Lane(SpecRolloutV2):
             # vLLM has sized its first pass by the target's rows; how often its model runs goes by its own levels
             self.speculator.num_speculative_steps = self._levels
         if self.model_drafter is not None and not is_profiling:
+            self.model_drafter.beams = self._beams(kv_cache_config)
             self.spec_rollout.replace_drafters([*self.spec_rollout.drafters, self.model_drafter])
             self.metrics.bounded(self.model_drafter.name, self.model_drafter.most_tokens)
+
+    def _beams(self, kv_cache_config: KVCacheConfig) -> Beams | None:
+        """The head's passes with several nodes of a request; None: there are none."""
+        count, last = scratch_blocks(self.vllm_config, kv_cache_config), kv_cache_config.num_blocks
+        if not count or self.shape[0] is not DraftMode.TREE:
+            return None
+        size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        if list(self.kernel_block_sizes) != [size]:
+            return None
+        layers = self.compilation_config.static_forward_context
+        caches = [layers[name].kv_cache for name in sorted(self.draft_layers)]
+        options, model = self.spec_config.budget_options, self.model_drafter
+        if isinstance(options, TltOptions):
+            model.most_beams, model.is_by_q = widest(options.top_k), not options.noise
+        elif isinstance(options, FastGrpoOptions):
+            model.most_beams = widest(options.k_max)
+        return Beams(self.speculator, caches, size, self._levels, range(last - count, last), model.expand)
 
     def capture_model(self, **kwargs: Any) -> int:
         # vLLM 0.29 knows no `profile_only`
         if kwargs.get("profile_only"):
-            return super().capture_model(**kwargs) + (0 if self._levels else profiled_graphs(self))
+            return super().capture_model(**kwargs) + (profiled_graphs(self) if self._has_trees else 0)
         if self._may_branch(1):
             # before vLLM's own, which locks the workspaces when it is done
             self.draft_graphs.capture(self)
@@ -225,7 +252,7 @@ class Lane(SpecRolloutV2):
         names = [new.req_id for new in scheduler_output.scheduled_new_reqs]
         self._arrived.update(names)
         if self.model_drafter is not None and names:
-            self.model_drafter.take([self.req_states.req_id_to_index[name] for name in names], names)
+            self.model_drafter.take([self.req_states.req_id_to_index[name] for name in names])
 
     def _remove_request(self, req_id: str) -> bool:
         row = self.req_states.req_id_to_index.get(req_id)
@@ -255,8 +282,7 @@ class Lane(SpecRolloutV2):
         return {*self.drafting.withheld.held, *self._withheld}
 
     def _may_branch(self, num_requests: int) -> bool:
-        # what vLLM's speculators read of a step's rows is what is accepted only if those come first
-        return self.shape[0] is DraftMode.TREE and num_requests <= TREES_UP_TO and not self._levels
+        return self.shape[0] is DraftMode.TREE and num_requests <= TREES_UP_TO and self._has_trees
 
     @property
     def _most(self) -> int:
@@ -324,6 +350,19 @@ class Lane(SpecRolloutV2):
             self.step.home, self.step.drafted = home, lambda: self._came(home, words)
         return found
 
+    def _rearranged(self, batch: InputBatch, args: Any) -> tuple[InputBatch, Any]:
+        """The step's rows as vLLM's speculators read them: what was accepted comes first."""
+        if self.step.accepted is None:
+            return batch, args
+        # its model goes on from a chain
+        self.inputs.by_ancestors = False
+        metadata, slots, hidden, layers, *others = args
+        _, path, num_sampled = self.step.accepted
+        batch, (hidden, *moved) = accepted_first(batch, path, num_sampled, [hidden, *(layers or ())])
+        # later passes write their own slots where vLLM keeps the step's
+        self._commit()
+        return batch, (metadata, slots, hidden, moved if layers else layers, *others)
+
     def _withhold(self, names: list[str]) -> str:
         """Now and then choose a request whose verdict is withheld in the next step, of those last seen with drafts."""
         withheld = self.drafting.withheld
@@ -335,8 +374,9 @@ class Lane(SpecRolloutV2):
     def _came(self, home: Home, words: torch.Tensor) -> TreeBatch:
         """The step's drafts are home. Until then `words` is kept, which they are copied from."""
         self.latest = home.proposed()
-        if self._may_skip:
-            self.drafts.is_covered = home.is_covered(self.drafts.factors, self._levels)
+        if self._may_skip and self.model_drafter is not None:
+            chance = self.model_drafter.usual_chance
+            self.drafts.is_covered = home.is_covered(self.drafts.factors, self._levels, chance)
         if self._history is not None:
             self._history.lookups += self.latest.num_requests
             self._history.hits += int(np.count_nonzero(self.latest.sizes))

@@ -119,13 +119,21 @@ class SpecRolloutV2(_Base):
         if (connector := getattr(self, "aux_output_connector", None)) is not None:
             self.experts = RoutedExperts(connector)
         if self.shape[0] is DraftMode.TREE:
-            self.mover = SlotMover(self.kv_caches)
+            # a model that drafts writes what was accepted where it belongs by itself
+            layers, names = self.compilation_config.static_forward_context, self.draft_layers
+            apart = {layers[name].kv_cache.data_ptr() for name in names}
+            self.mover = SlotMover([cache for cache in self.kv_caches if cache.data_ptr() not in apart])
             install_tree_attention(self)
             if (rope := getattr(self.model_state, "rope_state", None)) is not None:
                 follow_depths(rope, self.inputs)
         else:
             effect = "off" if self.shape[0] is DraftMode.OFF else "chains only"
             logger.warning("Spec rollout: drafts are %s for this model: %s", effect, self.shape[1])
+
+    @property
+    def draft_layers(self) -> set[str]:
+        """Names of the attention layers of a model that drafts."""
+        return getattr(self.speculator, "draft_attn_layer_names", set())
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         for new in scheduler_output.scheduled_new_reqs:
@@ -235,12 +243,7 @@ class SpecRolloutV2(_Base):
                     state.aux_hidden_states,
                 )
         output = super().sample_tokens(grammar_output)
-        if self.step.accepted is not None:
-            # before anything reads the KV cache, but behind the tokens that the host waits for
-            assert self.mover is not None and self.inputs.slots is not None
-            with self.times.of("commit"):
-                self.mover.move(self.inputs.slots, *self.step.accepted)
-            self.step.accepted = None
+        self._commit()
         if batch is None or output is None or self.shape[0] is DraftMode.OFF:
             return output
         self.tokens_ready.record(self.output_copy_stream)
@@ -253,6 +256,15 @@ class SpecRolloutV2(_Base):
             self._told = news
             output.model_runner_output = SpecRolloutOutput.carrying(output.model_runner_output, None, report, counts)
         return output
+
+    def _commit(self) -> None:
+        """Bring what was accepted of a step's trees together, if it had any and that was not done yet: before anything
+        reads the KV cache, but behind the tokens that the host waits for."""
+        if self.step.accepted is not None:
+            assert self.mover is not None and self.inputs.slots is not None
+            with self.times.of("commit"):
+                self.mover.move(self.inputs.slots, *self.step.accepted)
+            self.step.accepted = None
 
     def _remember(self, output: Any, batch: InputBatch) -> None:
         """Note the step as in flight; nobody waits for it before drafts need its tokens."""

@@ -31,6 +31,7 @@ from vllm_specrollout.patches import features
 from vllm_specrollout.scheduling.lookahead import room_per_request
 from vllm_specrollout.worker.common import levels_of, with_lane
 from vllm_specrollout.worker.scheduler import DraftReport, SchedulerMixin, SpecRolloutOutput
+from vllm_specrollout.worker.v2.beams import scratch_blocks
 
 # vLLM's mark for a draft that the grammar forbids; rows behind it are not masked, and no walk gets there
 _FORBIDDEN = -1
@@ -112,6 +113,13 @@ class SchedulerMixinV2(SchedulerMixin):
         # a model writes keys and values of what it only drafts; one that fills all levels in at once, one more
         levels = levels_of(vllm_config)
         self.num_lookahead_tokens = max(self.num_lookahead_tokens, levels and levels + 1)
+
+        # what heads that draft trees write there nobody else may have
+        pool = self.kv_cache_manager.block_pool
+        if count := scratch_blocks(vllm_config, self.kv_cache_config):
+            for block in pool.blocks[-count:]:
+                pool.free_block_queue.remove(block)
+            pool.num_gpu_blocks -= count
 
     def meet_workers(self, executor: Executor) -> None:
         """Called once by the engine core, before the first step. Not called: a grammar's requests decode plainly."""

@@ -15,7 +15,7 @@ from vllm_specrollout.kernels.tree_rows.kernel import lay_out
 from vllm_specrollout.observe.guard import CONTAINED
 from vllm_specrollout.observe.self_check import ATTENTION, COMMIT, VERIFY, in_words
 from vllm_specrollout.types import DraftMode
-from vllm_specrollout.worker.calls import DrafterMixin, ExplainsMixin, StatsMixin, TrainerMixin
+from vllm_specrollout.worker.calls import DrafterMixin, StatsMixin, TrainerMixin
 from vllm_specrollout.worker.common import config_of, drafting_model, with_lane
 from vllm_specrollout.worker.models import decoupled
 from vllm_specrollout.worker.models.decoupled import sampling_on_v2
@@ -92,7 +92,7 @@ def _warm_up_update(runner: SpecRolloutV2) -> None:
         runner.postprocess_sampled(**given)
 
 
-class SpeculatingWorker(StatsMixin, DrafterMixin, ExplainsMixin, TrainerMixin, _Base):
+class SpeculatingWorker(StatsMixin, DrafterMixin, TrainerMixin, _Base):
     """What both workers add."""
 
     model_runner: SpecRolloutV2

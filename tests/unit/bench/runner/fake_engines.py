@@ -49,7 +49,7 @@ class FakeProcess:
     def _rpc(self, method, **_):
         self.calls.append(method)
         switches = {"switches": 1, "mind_changes": 0, "steps_on": 3, "steps_off": 2}
-        return {"spec_rollout_switches": switches, "spec_rollout_explained": []}.get(method)
+        return {"spec_rollout_switches": switches}.get(method)
 
     def _generate(self, prompts, params, stats, arrives_after=None, reload_after=None, folder=""):
         assert stats == self.is_ours and len(prompts) == len(params)

@@ -1,60 +1,47 @@
 """Which requests `--explain` tells of, and how a stretch reads."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
-import pytest
 from rich.console import Console
 
 from bench.policy.reward import problems
 from bench.runner.report import print_all
-from bench.scenarios.rollout import explained_text, reasons_text, slowest
-from vllm_specrollout.observe.timeline import Segment
+from bench.runner.stretches import Stretch
+from bench.scenarios.rollout import Explained, explained_text, reasons_text, slowest
+from tests.unit.report.test_walk import recorded
 
-PAYS = Segment(1, 9, 0.5, 0.6, {"pays": 4}, 12, 6, 7.0, 4, 100.0, 80.0, 8)
-OFF = Segment(9, 14, 0.6, 0.7, {"off: batch": 3, "nothing proposed": 1}, batch=4)
-
-
-@pytest.fixture
-def rollout(make_run):
-    """Two problems, two answers each; the third request ends last, the first just before it."""
-    return make_run([[0] * 5, [0] * 3, [0] * 12, [0]], [1.0, 2.0, 3.0, 4.0], [3.0, 2.0, 4.0, 1.0])
+ANSWERS = {"a": list(range(1, 20)), "b": list(range(100, 112))}
 
 
-def told(**stretches):
-    return [{"name": name[1:], "stretches": [asdict(one) for one in own]} for name, own in stretches.items()]
+def test_the_slowest_ended_last_and_their_steps_are_those_of_that_round(make_run):
+    rollout, trace = recorded(ANSWERS, ("v2", False), frozenset())
+    # what was recorded is all of one problem
+    chosen = [replace(problems(1, 0)[0], problem_id="p")]
+    run = make_run([ANSWERS["b"], ANSWERS["a"]], [1.0, 1.0], [2.0, 3.0])
+    found = slowest(run, trace, -1, chosen, 2, 2)
+    assert [(one.answer, one.num_tokens, one.finish_s) for one in found] == [(2, 19, 3.0), (1, 12, 2.0)]
+    for one in found:
+        assert (one.stretches[0].first, one.stretches[-1].end) == (0, one.num_tokens)
+        assert one.stretches[0].begin_ms == 0.0 and "prompt" in one.stretches[0].reasons
+    assert sum(stretch.nodes for one in found for stretch in one.stretches) == sum(rollout.nodes) > 0
+    unknown = make_run([[7, 7, 7]], [1.0], [2.0])
+    assert slowest(unknown, trace, -1, chosen, 1, 1)[0].stretches == ()
 
 
-def test_the_slowest_ended_last_and_the_story_is_told_in_the_runs_own_time(rollout):
-    chosen = problems(2, 0)
-    found = slowest(rollout, told(_2=[PAYS, OFF], _1=[PAYS]), chosen, 2, 2)
-    assert [(one.problem_id, one.answer, one.num_tokens, one.finish_s) for one in found] == [
-        (chosen[1].problem_id, 1, 12, 4.0),
-        (chosen[0].problem_id, 1, 5, 3.0),
-    ]
-    assert [(one.begin_s, one.end_s) for one in found[0].stretches] == [(1.5, 1.6), (1.6, 1.7)]
-    # the engine stopped within the last step's tokens
-    assert found[0].stretches[-1].end == 12
-    assert found[1].stretches == ()
-
-
-def test_a_long_story_is_told_in_twelve_lines(rollout):
-    steps = [replace(PAYS, first=i, end=i + 1, reasons={"ab"[i % 2]: 1}) for i in range(40)]
-    (found,) = slowest(rollout, told(_2=steps), problems(2, 0), 2, 1)
-    assert len(found.stretches) == 12 and sum(one.steps for one in found.stretches) == 40
-
-
-def test_lines_hold_means_of_steps_and_a_dash_where_nothing_was_expected(rollout):
+def test_lines_hold_means_of_steps():
+    pays = Stretch(1, 9, 1500.0, 1600.0, {"pays": 4}, 12, 6, 8)
+    off = Stretch(9, 12, 1600.0, 1700.0, {"off: batch": 3, "nothing proposed": 1}, 0, 0, 4)
+    facts = {"problem_id": "sum-1", "answer": 1, "num_tokens": 12, "finish_s": 4.0}
     out = Console(width=160)
     with out.capture() as capture:
-        print_all(explained_text(slowest(rollout, told(_2=[PAYS, OFF]), problems(2, 0), 2, 2)), out)
-    lines = [line.split("│") for line in capture.get().splitlines() if "│" in line]
-    cells = [[cell.strip() for cell in line[1:-1]] for line in lines]
-    assert ["1-9", "1.50", "2", "pays", "4", "3.0", "1.5", "1.8", "25.0", "25.0 (20.0)"] in cells
-    off = "off: batch 75 %, nothing proposed 25 %"
-    assert ["9-12", "1.60", "1", off, "4", "0.0", "0.0", "-", "25.0", "-"] in cells
+        print_all(explained_text([Explained(stretches=own, **facts) for own in ((pays, off), ())]), out)
     text = capture.get()
+    lines = [line.split("│") for line in text.splitlines() if "│" in line]
+    cells = [[cell.strip() for cell in line[1:-1]] for line in lines]
+    assert ["1-9", "1.50", "2", "pays", "4", "3.0", "1.5", "25.0"] in cells
+    assert ["9-12", "1.60", "1", "off: batch 75 %, nothing proposed 25 %", "4", "0.0", "0.0", "25.0"] in cells
     assert "12 tokens in 8 steps, done at 4.00 s (begun at 1.50 s)" in text
-    assert "the budget was never asked" in text
+    assert "the recording has not seen it" in text
 
 
 def test_rare_reasons_are_summed_up():
