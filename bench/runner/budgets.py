@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from .engine_process import EngineProcess
 from .engines import IN_ONE_PROCESS, OURS, STOCK, Engines, Report, sampling, write_answers
-from .fields import Row
+from .fields import Row, columns
 from .models import find_model
 from .oracle import ORACLE
+from .report import Table
 from .rows import UNTOLD, Judged, Pair, Run, ratio
 from .scenario import ModelScenario, Session
 from .ties import JUDGE, judge
@@ -39,7 +40,6 @@ AUTO = Budget(name="auto")
 class Waves:
     """One load: requests that arrive once so many others have finished."""
 
-    name: str = ""
     # of each request: most tokens of its answer, and ascending, after how many others it arrives
     lengths: tuple[int, ...]
     arrives_after: tuple[int, ...]
@@ -117,13 +117,12 @@ def measure_loads(
     session: Session,
     loads: Sequence[L],
     compare: Callable[[BudgetEngines, L], list[Row]],
-    lines: Callable[[Sequence[Row]], Iterable[str]],
     *,
     shape: dict[str, int],
     spec_rollout: dict[str, Any],
     units: int,
 ) -> tuple[str, list[Row]]:
-    """(the model's title, the rows of all loads); the lines of each are printed when it is over.
+    """(the model's title, the rows of all loads).
 
     Args:
         units: of progress, for each load.
@@ -136,10 +135,7 @@ def measure_loads(
         engines.start(STOCK)
         engines.start(OURS, {**spec_rollout, "drafters": [{"name": ORACLE, "path": str(oracle)}]})
         for load in loads:
-            own = compare(engines, load)
-            for line in lines(own):
-                display.out.print(line, markup=False, highlight=False)
-            rows += own
+            rows += compare(engines, load)
     return title, rows
 
 
@@ -174,6 +170,10 @@ def compared(
     return found
 
 
-def reason(row: Row) -> str | None:
-    """Why its speed is not told, if it is for its own outputs."""
-    return f"a proven tie: {row.ties[0]}" if row.is_proven and row.ties else row.difference
+def told(rows: Sequence[Row], *shown: str) -> Iterator[Table | str]:
+    """A table of these fields; and of each row that tells no speed for its own outputs, why."""
+    yield Table(rows, columns(*shown))
+    for row in rows:
+        if not row.identical:
+            why = f"a proven tie: {row.ties[0]}" if row.is_proven and row.ties else row.difference
+            yield f"{row.name}, batch {row.batch}: {why}"

@@ -130,6 +130,9 @@ class EngineScenario(Scenario):
     cache: Path = flag(CACHE, "Where models are kept.", is_setting=False, is_default_shown=False)
     verbose: bool = flag(False, "Show vLLM's log.", is_setting=False)
 
+    def title(self, found: Found) -> str:
+        return f"{found.model}, {self.dtype}"
+
     def make_engines(
         self,
         model: Path,
@@ -165,7 +168,14 @@ class EngineScenario(Scenario):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelScenario(EngineScenario):
+class RoundsScenario(EngineScenario):
+    """One whose engines take turns, round by round."""
+
+    rounds: int = flag(3, "Timed rounds; the medians are reported.", within=(1, 1000))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelScenario(RoundsScenario):
     """One that runs random weights, or a model that is named."""
 
     size: str | None = flag(None, "Random weights of this size (default: 150M); or the policy's.", is_setting=False)

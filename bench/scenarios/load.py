@@ -7,23 +7,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from rich.console import Console
-
 from vllm_specrollout.config import BUDGETS, MAX_NODES
 
-from ..runner.budgets import AUTO, Budget, BudgetEngines, Waves, compared, measure_loads, reason
+from ..runner.budgets import AUTO, Budget, BudgetEngines, Waves, compared, measure_loads, told
 from ..runner.engines import OURS
 from ..runner.fields import Row
-from ..runner.report import Found
+from ..runner.report import Found, Table
 from ..runner.rows import Run, make_row
 from ..runner.scenario import ModelScenario, Session, command, flag
 
 PATTERNS = ("drain", "fill", "bursts", "bad-drafter", "new-weights")
 """Arrivals depend on how many requests have finished, never on the clock, so that every budget meets the same load."""
 PROMPT_LEN = 64
-WITHIN = 0.95
-"""`auto` may take 5 % longer than the best other budget."""
-MOST_SWITCHES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +33,6 @@ class Ramp(ModelScenario):
     tokens: int = flag(96, "Of the longest answer.", within=(8, 1 << 14))
     accuracy: float = flag(0.8, "Probability that a draft token is right.", within=(0, 1))
     max_draft_tokens: int = flag(7, "Most draft tokens per step.", within=(1, MAX_NODES))
-    rounds: int = flag(3, "Timed rounds; the medians are reported.", within=(1, 1000))
 
     def arms(self) -> list[Budget]:
         """`auto` first."""
@@ -51,11 +45,12 @@ class Ramp(ModelScenario):
             "spec_rollout": {"max_draft_tokens": most, "max_depth": most},
             "units": self.rounds + 1,
         }
-        title, rows = measure_loads(self, session, self.patterns, self._compare, pattern_lines, **more)
-        return Found(model=title, rows=rows, extra={"summary": summary(rows)})
+        title, rows = measure_loads(self, session, self.patterns, self._compare, **more)
+        return Found(model=title, rows=rows)
 
-    def show(self, found: Found, out: Console) -> None:
-        """Each pattern was told when it was over."""
+    def told(self, found: Found) -> Iterator[Table | str]:
+        counts = ("steps_on", "steps_off", "switches", "mind_changes")
+        return told(found.rows, "pattern", "name: budget", "batch", "speedup", "makespan_s", *counts, "auto_told")
 
     def _compare(self, engines: BudgetEngines, name: str) -> list[Row]:
         """One pattern under all budgets."""
@@ -92,35 +87,6 @@ class Ramp(ModelScenario):
         return compared(rows, pairs, judged, cost, fields, [arm for arm in arms if arm != AUTO])
 
 
-def pattern_lines(rows: Sequence[Row]) -> Iterator[str]:
-    auto = rows[0]
-    head = f"{auto.pattern}: {auto.num_requests} requests, {auto.batch} at once, seed {auto.seed}, "
-    yield head + f"p75/max {auto.length_ratio:.2f}"
-    for row in rows:
-        time = "not comparable" if row.speedup is None else f"{row.makespan_s:7.2f} s  {row.speedup:.2f}x stock"
-        counts = f"on {row.steps_on}, off {row.steps_off} steps, {row.switches} switches ({row.mind_changes} by choice)"
-        yield f"  {row.name:44s} {time}  {counts}"
-        if not row.identical:
-            yield f"    {reason(row)}"
-    if auto.auto_to_best is not None:
-        yield f"  auto / {auto.best}: {auto.auto_to_best:.3f}"
-
-
-def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """Per pattern: `auto` by the best other budget, and how often it switched."""
-    found = {}
-    for row in rows:
-        if row.name == str(AUTO):
-            found[row.pattern] = {
-                "auto_to_best": row.auto_to_best,
-                "best": row.best,
-                "switches": row.switches,
-                "is_met": None if row.auto_to_best is None else row.auto_to_best >= WITHIN,
-                "is_steady": row.switches <= MOST_SWITCHES,
-            }
-    return found
-
-
 def pattern(name: str, requests: int, tokens: int) -> Waves:
     """The pattern of this name for about so many requests, the longest of about so many tokens."""
     short, few, more = max(4, tokens // 4), max(requests // 8, 3), {}
@@ -146,7 +112,7 @@ def pattern(name: str, requests: int, tokens: int) -> Waves:
     else:
         # one short answer, at whose end the weights change
         lengths, arrives, more = [tokens // 2, *(tokens,) * (few - 1)], [0] * few, {"reload_after": 1}
-    return Waves(name=name, lengths=tuple(lengths), arrives_after=tuple(arrives), **more)
+    return Waves(lengths=tuple(lengths), arrives_after=tuple(arrives), **more)
 
 
 def tail_ratio(lengths: Sequence[int]) -> float:
