@@ -84,10 +84,7 @@ def train_head(
         make_head(target, out / "0", method, levels, drafted, seed)
     number = max(numbers_in(out), default=0) + 1
     said = _trained(training, number, is_quiet=json)
-    for name in ("model.safetensors", "config.json"):
-        # config.json last: with it, the folder is a head
-        (out / str(number) / name).replace(out / name)
-    shutil.rmtree(out / str(number))
+    _hand_over(out, number)
     _tell(out, start, said, len(training.done), levels, is_json=json)
 
 
@@ -137,6 +134,14 @@ def _trained(training: Any, number: int, *, is_quiet: bool) -> Any:
         return training.train(
             number, lambda said: status.update(f"{said.answers} answers, {said.rows} rows, {said.steps} steps")
         )
+
+
+def _hand_over(out: Path, number: int) -> None:
+    """The head of that number is the run's."""
+    for name in ("model.safetensors", "config.json"):
+        # config.json last: with it, the folder is a head
+        (out / str(number) / name).replace(out / name)
+    shutil.rmtree(out / str(number))
 
 
 def _tell(out: Path, start: Path | None, said: Any, answers: int, levels: int, *, is_json: bool) -> None:
