@@ -28,7 +28,7 @@ from rich.console import Console
 from vllm_specrollout.cli import flags
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 
-from ..runner import fields, leash, report
+from ..runner import leash, report
 from . import caches, machine, source
 from .commands import STEPS, Command, Options, commands
 
@@ -283,11 +283,8 @@ class Hour:
     def _show(self) -> None:
         """The overview: what is read first when only the end is at hand."""
         columns: report.Columns = {
-            "step": lambda one: one.step,
-            "command": lambda one: one.name,
+            **{"step": "step", "command": "name", "attempts": "attempts", "seconds": "seconds"},
             "state": lambda one: one.state if one.attempts else "left",
-            "attempts": lambda one: one.attempts,
-            "seconds": lambda one: fields.number(one.seconds),
             "error": lambda one: one.error or "-",
         }
         text = io.StringIO()

@@ -241,12 +241,6 @@ def inflation_error(small: Path, large: Path, prompts: Sequence[Sequence[int]]) 
     return error
 
 
-def num_units(plan: Any, arms: Sequence[Arm], variants: Sequence[Arm]) -> int:
-    """Progress units that `Loop.run` reports: starts, rollouts, updates, pushes."""
-    num_arms = len(arms) + len(variants)
-    return num_arms + plan.num_steps * (num_arms + 1) + plan.num_steps - 1
-
-
 def reward_notes(reports: Sequence[Mapping[str, int] | None]) -> list[str]:
     """What became of the rewards reported; nothing is said without an engine of ours."""
     if not reports:

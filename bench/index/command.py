@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from vllm_specrollout.cli import flags as cli_flags
@@ -14,13 +13,13 @@ from vllm_specrollout.config.drafters import HistoryConfig
 from ..runner.report import Found, Table, host
 from ..runner.results import INDEX
 from ..runner.scenario import Scenario, Session, command, flag
-from .data import RECORDED, recorded, synthetic
+from .data import recorded, synthetic
 from .measure import compare, flatness, many_problems, on_the_device
 from .systems import ARCTIC, load_arctic
 
 DATA = ("recorded", "synthetic", "lookup")
 """The lookup is over the recorded answers, too; it is no part of the comparison with the other system."""
-_HISTORY = HistoryConfig()
+_CONFIG = HistoryConfig(min_match=1)
 _UNITS, _SIZES = 6, (8, 16, 32)
 
 
@@ -36,18 +35,10 @@ class Index(Scenario):
     problems: int = flag(2, "Synthetic problems, with 16 answers in each of two epochs.", within=(1, 1000))
     tokens: int = flag(16_384, "Tokens of a synthetic answer.", within=(64, 1 << 20))
     drafted: int = flag(1024, "Last tokens of it that are drafted.", within=(1, 1 << 20))
-    min_match: int = flag(1, "As `history.min_match`.", is_setting=False)
-    max_match: int = flag(_HISTORY.max_match, "As `history.max_match`.", is_setting=False)
-    max_matches: int = flag(_HISTORY.max_matches, "As `history.max_matches`.", is_setting=False)
-    recorded: Path = flag(RECORDED, "Other recorded answers.", is_setting=False, is_default_shown=False)
     seed: int = flag(0, "Of the synthetic answers.", within=(0, 1 << 30))
 
-    @property
-    def config(self) -> HistoryConfig:
-        return HistoryConfig(min_match=self.min_match, max_match=self.max_match, max_matches=self.max_matches)
-
     def settings(self) -> dict[str, Any]:
-        return {**super().settings(), "arctic": ARCTIC, "config": asdict(self.config)}
+        return {**super().settings(), "arctic": ARCTIC, "config": asdict(_CONFIG)}
 
     def check(self) -> None:
         super().check()
@@ -56,15 +47,15 @@ class Index(Scenario):
             load_arctic()
 
     def measure(self, session: Session) -> Found:
-        config, nodes, rows = self.config, self.nodes, []
+        config, nodes, rows = _CONFIG, self.nodes, []
         units = {"recorded": _UNITS + 1, "synthetic": _UNITS + 2, "lookup": 2 * len(_SIZES)}
         report = session.display.steps(sum(units[name] for name in self.data))
         if "recorded" in self.data:
-            held = recorded(self.recorded)
+            held = recorded()
             rows += compare(held, config, nodes, self.batch, 0, report)
             rows += many_problems(held, config, 10_000, report)
         if "lookup" in self.data:
-            held = recorded(self.recorded)
+            held = recorded()
             rows += on_the_device(held, config, _SIZES, True, self.batch, report)
             rows += on_the_device(held, config, _SIZES, False, self.batch, report)
         if "synthetic" in self.data:

@@ -89,7 +89,7 @@ def recorded(path: Path = RECORDED, past: int = 2) -> Data:
                 for line in json.load(file)["problems"]
             )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"`{path}` holds no recorded answers: {error}", "leave `--recorded` out") from None
+        raise ConfigError(f"`{path}` holds no recorded answers: {error}", "restore it from the checkout") from None
     return Data("recorded", problems)
 
 

@@ -9,8 +9,9 @@ from typing import ClassVar
 import numpy as np
 
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.trees.mask import ancestor_mask
 from vllm_specrollout.types import IntArray
+
+from .mask import ancestor_mask
 
 BLOCK_SIZE = 16
 """Tokens of a KV cache block: vLLM's default on CUDA."""

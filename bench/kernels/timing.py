@@ -37,16 +37,7 @@ def _all(calls: Sequence[Call]) -> None:
         call()
 
 
-class Timer:
-    """Where calls are timed."""
-
-    device: str
-
-    def time(self, calls: Sequence[Call]) -> Time:
-        raise NotImplementedError
-
-
-class GraphTimer(Timer):
+class GraphTimer:
     """Times calls that do the same work on different memory, as the layers of a model do, on the current CUDA device.
 
     All calls are captured into one graph, in order, and its replay is divided by their number: as in an engine, the
@@ -78,7 +69,7 @@ class GraphTimer(Timer):
         return Time.of([begin.elapsed_time(end) * 1e3 / len(calls) for begin, end in marks])
 
 
-class HostTimer(Timer):
+class HostTimer:
     """The host's clock, few repeats: to walk through the code on a CPU. Its figures mean nothing."""
 
     device = "cpu"

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from .engine_process import EngineProcess
 from .engines import IN_ONE_PROCESS, OURS, STOCK, Engines, Report, sampling, write_answers
-from .fields import Row
+from .fields import Row, columns
 from .models import find_model
 from .oracle import ORACLE
+from .report import Table
 from .rows import UNTOLD, Judged, Pair, Run, ratio
 from .scenario import ModelScenario, Session
 from .ties import JUDGE, judge
@@ -27,12 +28,9 @@ class Budget:
     name: str
     # None: the engine's
     max_draft_tokens: int | None = None
-    # whether waiting requests get their places longest first
-    longest_first: bool = True
 
     def __str__(self) -> str:
-        draft = "" if self.max_draft_tokens is None else f" {self.max_draft_tokens}"
-        return self.name + draft + ("" if self.longest_first else " without longest first")
+        return self.name + ("" if self.max_draft_tokens is None else f" {self.max_draft_tokens}")
 
 
 AUTO = Budget(name="auto")
@@ -42,7 +40,6 @@ AUTO = Budget(name="auto")
 class Waves:
     """One load: requests that arrive once so many others have finished."""
 
-    name: str = ""
     # of each request: most tokens of its answer, and ascending, after how many others it arrives
     lengths: tuple[int, ...]
     arrives_after: tuple[int, ...]
@@ -53,12 +50,11 @@ class Waves:
     prompts: Sequence[list[int]] = ()
     # of the first request's noise
     seed: int = 0
-    is_to_the_end: bool = True
 
     def params(self, is_ours: bool) -> list[dict[str, Any]]:
         """Of each request."""
         return [
-            sampling(self.seed + i, n, {"problem_id": str(i)} if is_ours else None, is_to_the_end=self.is_to_the_end)
+            sampling(self.seed + i, n, {"problem_id": str(i)} if is_ours else None, is_to_the_end=True)
             for i, n in enumerate(self.lengths)
         ]
 
@@ -82,7 +78,6 @@ class BudgetEngines(Engines):
 
     def set_budget(self, budget: Budget, *, is_fresh: bool = True) -> None:
         """A fresh budget, which has learned nothing yet; or this one as it was left, which goes on learning."""
-        self[OURS].ask("order_queue", longest_first=budget.longest_first)
         limits = dict.fromkeys(("max_draft_tokens", "max_depth"), budget.max_draft_tokens)
         self.tell(OURS, "set_budget", name=budget.name, is_fresh=is_fresh, **limits)
 
@@ -122,32 +117,25 @@ def measure_loads(
     session: Session,
     loads: Sequence[L],
     compare: Callable[[BudgetEngines, L], list[Row]],
-    lines: Callable[[Sequence[Row]], Iterable[str]],
     *,
     shape: dict[str, int],
     spec_rollout: dict[str, Any],
-    is_policy: bool,
     units: int,
 ) -> tuple[str, list[Row]]:
-    """(the model's title, the rows of all loads); the lines of each are printed when it is over.
+    """(the model's title, the rows of all loads).
 
     Args:
         units: of progress, for each load.
     """
     model, display = scenario.model, session.display
-    folder, title = find_model(model, scenario.size, scenario.dtype, scenario.cache, display, is_policy=is_policy)
+    folder, title = find_model(model, scenario.size, scenario.dtype, scenario.cache, display, is_policy=False)
     report, rows = display.steps(len(loads) * units + 2), []
     oracle = write_answers(session.scratch / "oracle.json", {})
-    if spec_rollout["drafters"] == [ORACLE]:
-        spec_rollout = {**spec_rollout, "drafters": [{"name": ORACLE, "path": str(oracle)}]}
     with scenario.make_engines(folder, report, **shape, kind=BudgetEngines, oracle=oracle) as engines:
         engines.start(STOCK)
-        engines.start(OURS, spec_rollout)
+        engines.start(OURS, {**spec_rollout, "drafters": [{"name": ORACLE, "path": str(oracle)}]})
         for load in loads:
-            own = compare(engines, load)
-            for line in lines(own):
-                display.out.print(line, markup=False, highlight=False)
-            rows += own
+            rows += compare(engines, load)
     return title, rows
 
 
@@ -182,6 +170,10 @@ def compared(
     return found
 
 
-def reason(row: Row) -> str | None:
-    """Why its speed is not told, if it is for its own outputs."""
-    return f"a proven tie: {row.ties[0]}" if row.is_proven and row.ties else row.difference
+def told(rows: Sequence[Row], *shown: str) -> Iterator[Table | str]:
+    """A table of these fields; and of each row that tells no speed for its own outputs, why."""
+    yield Table(rows, columns(*shown))
+    for row in rows:
+        if not row.identical:
+            why = f"a proven tie: {row.ties[0]}" if row.is_proven and row.ties else row.difference
+            yield f"{row.name}, batch {row.batch}: {why}"

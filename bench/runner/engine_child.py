@@ -177,13 +177,6 @@ class Engine:
         """What the (first) worker is made of. Needs what `randomise` needs."""
         return self.llm.collective_rpc(self._calls.facts)[0]
 
-    def order_queue(self, longest_first: bool) -> None:
-        """Switch the order of waiting requests, in our engine; it remembers lengths either way.
-
-        Needs VLLM_ENABLE_V1_MULTIPROCESSING=0: the scheduler is in this process.
-        """
-        self.core.engine_core.engine_core.scheduler.is_reordering = longest_first
-
     def dtype(self) -> str:
         """Of the model, as it was resolved: `bfloat16`, for one."""
         return str(self.core.vllm_config.model_config.dtype).removeprefix("torch.")

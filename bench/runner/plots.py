@@ -1,4 +1,4 @@
-"""Pictures: rollouts over time, a sweep's cells, an RL loop's epochs; the file's ending says the format."""
+"""Pictures: rollouts over time, an RL loop's epochs, a driver, workers; the file's ending says the format."""
 
 from __future__ import annotations
 
@@ -60,27 +60,6 @@ def plot_rollout(pair: Pair, batch: int, title: str, path: Path) -> None:
             axes.fill_between(times, counts, step="post", color=colour, alpha=0.15)
         axes.set(xlabel="seconds", ylabel="running requests", xlim=(0, None), ylim=(0, batch * 1.08))
         axes.legend(loc="lower left", frameon=False)
-
-
-def plot_sweep(rows: Sequence[Any], limit: float, title: str, path: Path) -> None:
-    """One panel per accuracy: speed-up over batch, for `auto` and for each fixed draft length; those told alone."""
-    accuracies = list(dict.fromkeys(row.accuracy for row in rows))
-    with _panels(path, title, len(accuracies), 3.4 * len(accuracies) + 1, sharey=True) as grid:
-        for axes, accuracy in zip(grid, accuracies, strict=True):
-            own = [row for row in rows if row.accuracy == accuracy and row.speedup is not None]
-            axes.set_prop_cycle(color=["#ff7f0e", "#2ca02c", *_COLOURS])
-            for name, draft in sorted({(row.name, row.draft) for row in own}):
-                line = sorted((row.batch, row.speedup) for row in own if (row.name, row.draft) == (name, draft))
-                is_auto = name == "auto"
-                style = {"color": _BLUE, "linewidth": 2.2} if is_auto else {"linewidth": 1.0, "alpha": 0.7}
-                label, order = (name, 3) if is_auto else (f"{draft} tokens", 2)
-                axes.plot(*zip(*line, strict=True), marker="o", markersize=3, label=label, zorder=order, **style)
-            axes.axhline(1.0, color=_GREY, linewidth=0.8)
-            axes.axhline(limit, color=_GREY, linewidth=0.8, linestyle=":")
-            axes.set_xscale("log", base=2)
-            axes.set(xlabel="batch", title="real drafters" if accuracy is None else f"accuracy {accuracy:g}")
-        grid[0].set(ylabel="speed-up against stock")
-        grid[-1].legend(frameon=False, fontsize="small")
 
 
 def plot_epochs(steps: Sequence[Any], rows: Sequence[Any], title: str, path: Path) -> None:

@@ -71,8 +71,6 @@ class Scenario:
 
     # in reports
     bench: ClassVar[str]
-    # whether rows whose outputs are stock's are drawn beside others whose are not
-    draws_what_is_left: ClassVar[bool] = False
 
     out: Path | None = flag(None, "Also write the report to this file.", is_setting=False)
 
@@ -132,6 +130,9 @@ class EngineScenario(Scenario):
     cache: Path = flag(CACHE, "Where models are kept.", is_setting=False, is_default_shown=False)
     verbose: bool = flag(False, "Show vLLM's log.", is_setting=False)
 
+    def title(self, found: Found) -> str:
+        return f"{found.model}, {self.dtype}"
+
     def make_engines(
         self,
         model: Path,
@@ -167,7 +168,14 @@ class EngineScenario(Scenario):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelScenario(EngineScenario):
+class RoundsScenario(EngineScenario):
+    """One whose engines take turns, round by round."""
+
+    rounds: int = flag(3, "Timed rounds; the medians are reported.", within=(1, 1000))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelScenario(RoundsScenario):
     """One that runs random weights, or a model that is named."""
 
     size: str | None = flag(None, "Random weights of this size (default: 150M); or the policy's.", is_setting=False)
@@ -191,7 +199,7 @@ def run(scenario: Scenario) -> None:
         display.out.print(f"wrote {scenario.out}", markup=False)
     scenario.show(found, display.out)
     picture: Path | None = getattr(scenario, "plot", None)
-    if picture is not None and (found.is_identical or scenario.draws_what_is_left):
+    if picture is not None and found.is_identical:
         scenario.draw(found, picture)
         display.out.print(f"wrote {picture}", markup=False)
     if not found.is_passed:

@@ -44,7 +44,6 @@ class Server:
     """One that runs."""
 
     address: str
-    pid: int
     process: subprocess.Popen[bytes]
 
     @property
@@ -80,7 +79,7 @@ def serve(
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         output = sys.stderr if is_verbose else log
         process, held = leash.spawn([*command, "--served-model-name", NAME, *flags, *own], environment, output)
-        server = Server(f"http://127.0.0.1:{port}", process.pid, process)
+        server = Server(f"http://127.0.0.1:{port}", process)
         try:
             _wait_until_healthy(server, log)
             yield server

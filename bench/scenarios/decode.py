@@ -55,7 +55,6 @@ class Decode(ModelScenario):
         parse=cli_flags.probabilities,
     )
     shape: str = flag("tree", "tree, chain (first rank only), or both.", choices=SHAPES)
-    rounds: int = flag(3, "Timed rounds; the medians are reported.", "--rounds", "--repeats", within=(1, 1000))
     is_off_path: bool = flag(False, "Measure what the plugin costs while it drafts nothing.", "--off-path")
     is_eager: bool = flag(True, "Without or with torch.compile, in both.", "--eager/--compiled")
 

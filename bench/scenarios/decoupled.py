@@ -25,7 +25,7 @@ from ..runner.models import find_model, quarter_drafter
 from ..runner.report import Found, Table
 from ..runner.results import DECOUPLED as COLUMNS
 from ..runner.rows import Pair, Run, first_difference, quartiles
-from ..runner.scenario import EngineScenario, Session, command, flag
+from ..runner.scenario import RoundsScenario, Session, command, flag
 
 PLAIN, COUPLED, DECOUPLED = "plain", "coupled", "decoupled"
 _ARMS = (COUPLED, DECOUPLED)
@@ -35,7 +35,7 @@ _EPOCHS = 4  # of earlier answers, for match rates
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decoupled(EngineScenario):
+class Decoupled(RoundsScenario):
     """Compare a model that drafts in the target's own steps with one that drafts beside them, on cores of its own."""
 
     bench: ClassVar[str] = "decoupled"
@@ -50,7 +50,6 @@ class Decoupled(EngineScenario):
     fan_out: int = flag(4, "Choices that a decoupled drafter sends for each position.", within=(1, 8))
     requests: int = flag(6, "Requests of each run, at least one batch.", within=(1, 1000))
     max_tokens: int = flag(160, "Tokens after which an answer is cut.", within=(2, 1 << 16))
-    rounds: int = flag(3, "Timed rounds; the medians are reported.", within=(1, 1000))
 
     def measure(self, session: Session) -> Found:
         folder, title = find_model(None, self.size, self.dtype, self.cache, session.display, is_policy=True)
@@ -293,10 +292,6 @@ def most_drafts(window: int) -> int:
     return min(2 * window, MOST_NODES)
 
 
-def _at(line: tuple[float, float], nodes: float) -> float:
-    return line[0] + line[1] * nodes
-
-
 def slowed(line: tuple[float, float], points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """A line made so many times as steep and as high that it passes through the points' middle.
 
@@ -304,7 +299,7 @@ def slowed(line: tuple[float, float], points: Sequence[tuple[float, float]]) -> 
     two settings one node seemed to take as long as a step, and estimates were twice what was measured. On fewer cores
     all parts of a step take longer, so one factor is learned, and the slope is that of steps on all cores.
     """
-    times = statistics.median(time / _at(line, nodes) for nodes, time in points)
+    times = statistics.median(time / (line[0] + line[1] * nodes) for nodes, time in points)
     return times * line[0], times * line[1]
 
 

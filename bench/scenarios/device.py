@@ -7,7 +7,6 @@ the model chooses its tokens. `--dry` walks through the same code on a CPU, with
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -59,7 +58,6 @@ class Device(EngineScenario):
     tokens: int = flag(64, "Tokens generated per request.", within=(2, 1 << 14))
     logit_std: float = flag(1.0, "Of the logits: 1, the model chooses; 0.05, noise does, and ties are rare.")
     rounds: int = flag(0, "Timed rounds after a warm-up; 0: identity alone, once.", within=(0, 1000))
-    row_s: float = flag(60.0, "Seconds after which a row's rounds end.")
     traced: tuple[int, ...] = flag((0,), "Batches whose steps are traced; 0: none.", "--trace", within=(0, 1024))
     is_strict: bool = flag(False, "Batch-invariant kernels in both engines, and no tie is allowed.", "--strict")
     is_eager: bool = flag(False, "Without or with CUDA graphs, in both.", "--eager/--graphs")
@@ -239,11 +237,8 @@ class _Bench:
             return self._run(engine if one else STOCK, cell, arm, nodes if one and one in OURS else None)
 
         with self._engines.doing(f"{arm} of {nodes}, {cell}"):
-            begin, taught, pairs = time.monotonic(), self._taught(cell, arm, nodes), []
-            for number in range(-1, rounds) if rounds else [0]:
-                pairs.append(run_round(number, [arm], run)[arm])
-                if number >= 0 and time.monotonic() - begin > self._scenario.row_s:
-                    break
+            taught, numbers = self._taught(cell, arm, nodes), range(-1, rounds) if rounds else [0]
+            pairs = [run_round(number, [arm], run)[arm] for number in numbers]
         made = self._made(cell, arm, nodes, pairs)
         stale = {one.request for pair in pairs for one in partings(taught, pair.ours)} if taught else set()
         return made.but(stale=len(stale) if taught else None)

@@ -13,7 +13,7 @@ from vllm_specrollout.config import parse
 from vllm_specrollout.errors import ConfigError
 
 from ..grpo.fleet import Arm, Fleet, Request, overlaid, suffix_problem
-from ..grpo.loop import Loop, num_units
+from ..grpo.loop import Loop
 from ..grpo.rows import SUFFIX, ablation_table, epoch_rows, epochs_table, notes_text
 from ..policy.grpo import GrpoConfig
 from ..policy.reward import problems
@@ -197,7 +197,9 @@ class Grpo(EngineScenario):
             arms = [replace(one, spec_rollout={**self.spec_rollout, **head}) if one.has_head else one for one in arms]
         together = [arm for arm in arms if arm.name not in ABLATIONS]
         variants = [arm for arm in arms if arm.name in ABLATIONS]
-        report = session.display.steps(num_units(self, together, variants))
+        # starts, rollouts, updates and pushes
+        units = len(arms) + self.num_steps * (len(arms) + 2) - 1
+        report = session.display.steps(units)
         shape = {"seqs": self.batch, "length": PROMPT_LEN + self.max_tokens, "width": 2 * PROMPT_LEN}
         check_length(served, shape["length"])
 

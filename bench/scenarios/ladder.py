@@ -28,7 +28,7 @@ from ..runner.plots import plot_workers
 from ..runner.report import Found, Table
 from ..runner.results import LADDER
 from ..runner.rows import quartiles
-from ..runner.scenario import EngineScenario, Session, command, flag
+from ..runner.scenario import RoundsScenario, Session, command, flag
 from .decoupled import QUARTER, SMALL
 
 AUTO = "auto"
@@ -101,7 +101,7 @@ class TimedGroup(SpecGroup):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ladder(EngineScenario):
+class Ladder(RoundsScenario):
     """A rollout with a long tail on several workers of this host, with idle ones helping stragglers and without."""
 
     bench: ClassVar[str] = "ladder"
@@ -121,7 +121,6 @@ class Ladder(EngineScenario):
     max_tokens: int = flag(1024, "Tokens after which an answer is cut: 512 would cut the tail.", within=(2, 1 << 16))
     window: int = flag(4, "Tokens of a draft window.", within=(1, 64))
     fan_out: int = flag(4, "Choices that a lent drafter sends for each position.", within=(1, 8))
-    rounds: int = flag(3, "Timed rounds; the medians are reported.", within=(1, 1000))
     plot: Path | None = flag(None, "Draw who worked on what, in the last round.", is_setting=False)
 
     def check(self) -> None:
@@ -217,16 +216,15 @@ class Ladder(EngineScenario):
             [base / own for base, own in zip(seconds[other], seconds[ladder], strict=True)]
             for other in (self.ladders[0], best)
         )
-        times: dict[str, Any] = {"makespan_s": statistics.median(seconds[ladder])}
-        times |= {"speedup": statistics.median(ratios), "quartiles": quartiles(ratios)}
-        times |= {"of_best": statistics.median(of_best)}
-        return Row(
-            ladder=ladder,
-            chosen=chosen,
-            identical=difference is None,
-            difference=difference,
-            **{name: counts[name] for name in _COUNTS},
-            **(times if difference is None else {}),
+        told = {name: counts[name] for name in _COUNTS}
+        row = Row(ladder=ladder, chosen=chosen, identical=difference is None, difference=difference, **told)
+        if difference is not None:
+            return row
+        return row.but(
+            makespan_s=statistics.median(seconds[ladder]),
+            speedup=statistics.median(ratios),
+            quartiles=quartiles(ratios),
+            of_best=statistics.median(of_best),
         )
 
     def title(self, found: Found) -> str:

@@ -15,7 +15,6 @@ from vllm_specrollout.config import BUDGETS, MAX_NODES, SpecRolloutConfig
 from vllm_specrollout.replay.files import read_trace
 from vllm_specrollout.replay.records import Trace
 from vllm_specrollout.report.rollouts import rollouts_of, steps_of
-from vllm_specrollout.report.stretches import Stretch, stretches_of
 from vllm_specrollout.report.walk import walk
 
 from ..policy.reward import problems, reward
@@ -26,10 +25,11 @@ from ..runner.models import find_model
 from ..runner.plots import plot_rollout
 from ..runner.report import Found, Table, paired
 from ..runner.rows import Pair, Run, extend_sizes, ideal_rollout_speedup, make_row, row_times
-from ..runner.scenario import EngineScenario, Session, command, flag
+from ..runner.scenario import RoundsScenario, Session, command, flag
+from ..runner.stretches import Stretch, stretches_of
 
 # the oracle needs recorded answers; and rounds repeat each other, so a history would know them all but the first
-DRAFTERS = ("ngram",)
+_DRAFTER = "ngram"
 _DEFAULT = SpecRolloutConfig()
 _MOST_LINES, _MOST_REASONS = 12, 3
 """Lines of a slow request's story, and reasons named in one of them."""
@@ -51,20 +51,8 @@ class Explained:
     stretches: tuple[Stretch, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What a rollout found besides its row and what is reported."""
-
-    # the timed round of median speed-up, for the picture
-    pair: Pair
-    # of that same round; empty unless asked for, or where there is no speed to tell
-    explained: Sequence[Explained]
-    # of stock's answers of the last round, ascending, in tokens
-    lengths: Sequence[int]
-
-
 @dataclass(frozen=True, kw_only=True)
-class Rollout(EngineScenario):
+class Rollout(RoundsScenario):
     """Roll the real policy out with drafts and without, and compare the tokens, the time and the rewards."""
 
     bench: ClassVar[str] = "rollout"
@@ -79,10 +67,8 @@ class Rollout(EngineScenario):
     samples: int = flag(4, "Answers to each problem.", within=(1, 1000))
     batch: int = flag(8, "Requests at once (max_num_seqs).", within=(1, 256))
     max_tokens: int = flag(1024, "Tokens after which an answer is cut.", within=(2, 1 << 16))
-    drafters: tuple[str, ...] = flag(DRAFTERS, "Drafters, best first.", choices=DRAFTERS)
     max_draft_tokens: int = flag(_DEFAULT.max_draft_tokens, "Most draft tokens per step.", within=(1, MAX_NODES))
     budget: str = flag(_DEFAULT.budget, "auto, fixed, or another budget's name.", choices=BUDGETS)
-    rounds: int = flag(3, "Timed rounds; the medians are reported.", within=(1, 1000))
     seed: int = flag(0, "Of the problems and of sampling.", within=(0, 1 << 30))
     plot: Path | None = flag(None, "Draw the running requests over time into this file.", is_setting=False)
     is_explained: bool = flag(False, "Tell what was decided for the slowest requests, when and why.", "--explain")
@@ -101,7 +87,7 @@ class Rollout(EngineScenario):
         """Our engine's configuration."""
         return {
             **({"record": str(record)} if self.is_explained else {}),
-            "drafters": list(self.drafters),
+            "drafters": [_DRAFTER],
             "max_draft_tokens": self.max_draft_tokens,
             "budget": self.budget,
             # rounds repeat each other here too: every length would be known
@@ -145,9 +131,8 @@ class Rollout(EngineScenario):
         if self.is_explained:
             extra["explained"] = [asdict(one) for one in explained]
         lengths = sorted(sample["num_tokens"] for sample in samples)
-        return Found(
-            model=title, rows=[row], extra=extra, more=Outcome(pair=pair, explained=explained, lengths=lengths)
-        )
+        # the timed round of median speed-up and its stretches; tokens of stock's last answers, ascending
+        return Found(model=title, rows=[row], extra=extra, more=(pair, explained, lengths))
 
     def _warm_up(self, engines: Engines, chosen: Sequence[Problem], prompts: list[list[int]]) -> Pair:
         """A few tokens of a full batch: kernels set themselves up, and stock is compared with itself."""
@@ -192,7 +177,7 @@ class Rollout(EngineScenario):
 
     def _row(self, pairs: list[Pair], times: dict[int, float]) -> Row:
         """The row, with the ideal of a shrinking batch in the place of the constant batch's."""
-        row = make_row(" + ".join(self.drafters), self.batch, self.max_draft_tokens, pairs)
+        row = make_row(_DRAFTER, self.batch, self.max_draft_tokens, pairs)
         stock, totals = pairs[-1].stock, pairs[-1].ours.totals
         if row.speedup is None or totals is None:
             return row
@@ -205,7 +190,7 @@ class Rollout(EngineScenario):
 
     def told(self, found: Found) -> Iterator[Table | str]:
         yield from paired(found.rows)
-        lengths = found.more.lengths
+        _, explained, lengths = found.more
         cut = sum(length >= self.max_tokens for length in lengths)
         whose = "both" if found.is_identical else "stock"
         yield (
@@ -216,10 +201,10 @@ class Rollout(EngineScenario):
             yield f"\n[reward {one['reward']:g}, {one['num_tokens']} tokens] {one['prompt']}"
             # an untrained policy says anything, control characters too
             yield "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in one["answer"])
-        yield from explained_text(found.more.explained)
+        yield from explained_text(explained)
 
     def draw(self, found: Found, path: Path) -> None:
-        plot_rollout(found.more.pair, self.batch, self.title(found), path)
+        plot_rollout(found.more[0], self.batch, self.title(found), path)
 
 
 def slowest(

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from vllm_specrollout.cli import flags as cli_flags
 from vllm_specrollout.config import MAX_NODES
-from vllm_specrollout.errors import ConfigError
 
-from ..runner.budgets import AUTO, Budget, BudgetEngines, Waves, compared, measure_loads, reason
+from ..runner.budgets import AUTO, Budget, BudgetEngines, Waves, compared, measure_loads, told
 from ..runner.fields import Row
-from ..runner.oracle import ORACLE
-from ..runner.plots import plot_sweep
-from ..runner.report import Found
+from ..runner.report import Found, Table
 from ..runner.rows import Judged, Pair, Run, first_difference, make_row, speedup
 from ..runner.scenario import ModelScenario, Session, command, flag
-from .rollout import DRAFTERS
 
 PROMPT_LEN = 64
 """Most tokens of a prompt: short, so that the runs are decoding."""
@@ -27,7 +22,6 @@ LIMIT = 0.97
 HOPELESS = 0.85
 """Longer drafts are not tried in a cell where one reached less than this share of the best before it."""
 _TOKENS = {1: 64, 2: 64, 4: 48, 8: 40, 16: 32, 32: 24, 256: 20}
-_Pairs = dict[Budget, list[Pair]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +29,10 @@ class Cell:
     """One batch at one quality of drafts."""
 
     batch: int
-    # None: real drafters
-    accuracy: float | None
+    accuracy: float
 
     def __str__(self) -> str:
-        return f"batch {self.batch}" + ("" if self.accuracy is None else f", accuracy {self.accuracy:g}")
+        return f"batch {self.batch}, accuracy {self.accuracy:g}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,25 +40,13 @@ class Sweep(ModelScenario):
     """Compare `auto` with stock and with every fixed draft length, at many batches and qualities of drafts."""
 
     bench: ClassVar[str] = "sweep"
-    draws_what_is_left: ClassVar[bool] = True
 
-    is_policy: bool = flag(False, "The project's policy with its real drafters, instead of the oracle.", "--policy")
     batches: tuple[int, ...] = flag((1, 2, 4, 8, 16, 32, 64), "Requests at once.", "--batch", within=(1, 256))
     accuracies: tuple[float, ...] = flag(
         (0.5, 0.7, 0.9, 0.0), "Probabilities that a draft token is right.", "--accuracy", parse=cli_flags.shares
     )
     drafts: tuple[int, ...] = flag((1, 3, 7, 15), "Fixed draft lengths.", "--draft", within=(1, MAX_NODES))
     tokens: int | None = flag(None, "Tokens per request; default: 20 to 64, by batch.", within=(4, 1 << 16))
-    rounds: int = flag(3, "Timed rounds; the medians are reported.", within=(1, 1000))
-    plot: Path | None = flag(None, "Draw the speed-ups into this file.", is_setting=False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.model is not None and self.is_policy:
-            raise ConfigError("`--model` and `--policy` are both given", "give one")
-
-    def resolved(self) -> Sweep:
-        return replace(self, accuracies=()) if self.is_policy else self
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "tokens": {str(batch): self.tokens_of(batch) for batch in self.batches}}
@@ -77,41 +58,34 @@ class Sweep(ModelScenario):
         return next(tokens for most, tokens in _TOKENS.items() if batch <= most)
 
     def cells(self) -> list[Cell]:
-        kinds: tuple[float | None, ...] = self.accuracies or (None,)
-        return [Cell(batch=batch, accuracy=accuracy) for batch in self.batches for accuracy in kinds]
+        return [Cell(batch=batch, accuracy=accuracy) for batch in self.batches for accuracy in self.accuracies]
 
     def spec_rollout(self) -> dict[str, Any]:
         """Our engine's configuration: chains, as long as the longest asked for."""
         longest = max(self.drafts)
-        drafters = [ORACLE] if self.accuracies else list(DRAFTERS)
-        return {"drafters": drafters, "shape": "chain", "max_draft_tokens": longest, "max_depth": longest}
+        return {"shape": "chain", "max_draft_tokens": longest, "max_depth": longest}
 
     def measure(self, session: Session) -> Found:
         length = PROMPT_LEN + max(map(self.tokens_of, self.batches)) + 1
         shape = {"seqs": max(self.batches), "length": length, "width": PROMPT_LEN + MAX_NODES}
-        more = {"shape": shape, "spec_rollout": self.spec_rollout(), "is_policy": self.is_policy}
-        more["units"] = self.rounds
-        title, rows = measure_loads(self, session, self.cells(), self._compare, lambda own: [cell_text(own)], **more)
+        more = {"shape": shape, "spec_rollout": self.spec_rollout(), "units": self.rounds}
+        title, rows = measure_loads(self, session, self.cells(), self._compare, **more)
         return Found(model=title, rows=rows, extra={"summary": summary(rows)})
 
-    def title(self, found: Found) -> str:
-        return f"{found.model}, {self.dtype}"
-
-    def told(self, found: Found) -> Iterator[str]:
-        told = found.extra["summary"]
+    def told(self, found: Found) -> Iterator[Table | str]:
+        shown = ("accuracy", "batch", "name", "draft", "speedup", "auto_to_best: auto / best fixed", "best_draft: best")
+        yield from told(found.rows, *shown)
+        summed = found.extra["summary"]
         for key, title in (("to_stock", "auto / stock"), ("to_best_fixed", "auto / best fixed")):
-            worst = told[key]
+            worst = summed[key]
             if worst is None:
                 yield f"{title}: nothing to compare"
                 continue
             where = Cell(batch=worst["batch"], accuracy=worst["accuracy"])
-            verdict = "met" if worst["is_met"] else f"NOT met in {worst['num_below']} of {told['num_cells']} cells"
-            yield f"{title}: worst {worst['worst']:.3f} ({where}); at least {told['limit']}: {verdict}"
-        if told["num_not_comparable"]:
-            yield f"{told['num_not_comparable']} of {told['num_cells']} cells are not comparable"
-
-    def draw(self, found: Found, path: Path) -> None:
-        plot_sweep(found.rows, LIMIT, self.title(found), path)
+            verdict = "met" if worst["is_met"] else f"NOT met in {worst['num_below']} of {summed['num_cells']} cells"
+            yield f"{title}: worst {worst['worst']:.3f} ({where}); at least {summed['limit']}: {verdict}"
+        if summed["num_not_comparable"]:
+            yield f"{summed['num_not_comparable']} of {summed['num_cells']} cells are not comparable"
 
     def _compare(self, engines: BudgetEngines, cell: Cell) -> list[Row]:
         """The cell's rows."""
@@ -123,10 +97,9 @@ class Sweep(ModelScenario):
         judged = {arm: engines.judge(waves, own) for arm, own in pairs.items()}
         return cell_rows(cell, self.seed, pairs, judged)
 
-    def _pairs(self, engines: BudgetEngines, cell: Cell, waves: Waves) -> _Pairs:
+    def _pairs(self, engines: BudgetEngines, cell: Cell, waves: Waves) -> dict[Budget, list[Pair]]:
         stock = engines.recorded(waves)
-        if cell.accuracy is not None:
-            engines.set_answers(stock, cell.accuracy)
+        engines.set_answers(stock, cell.accuracy)
         engines.report(f"{cell}: warm-up", 0)
         engines.set_budget(AUTO)
         warm_up = engines.run_waves(AUTO, waves)
@@ -173,18 +146,6 @@ def cell_rows(
 def is_hopeless(speeds: Sequence[float]) -> bool:
     """Whether still longer drafts need not be tried, by those tried so far, in ascending order of length."""
     return len(speeds) > 1 and speeds[-1] < HOPELESS * max(speeds[:-1])
-
-
-def cell_text(rows: Sequence[Row]) -> str:
-    """One line for a cell."""
-    auto = rows[0]
-    where = f"batch {auto.batch:3d}" + ("" if auto.accuracy is None else f"  accuracy {auto.accuracy:.2f}")
-    if auto.speedup is None or auto.auto_to_best is None:
-        why = next((reason(row) for row in rows if not row.identical), "no fixed draft length ran")
-        return f"{where}  not comparable: {why}"
-    fixed = "  ".join(f"{row.draft}: {row.speedup:.2f}x" for row in rows[1:] if row.speedup is not None)
-    best = f"auto/best fixed ({auto.best_draft}) {auto.auto_to_best:.2f}"
-    return f"{where}  auto {auto.speedup:.2f}x  fixed {fixed}  {best}"
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -39,22 +39,6 @@ class Line(msgspec.Struct, frozen=True):
 
     # a text, or chat messages, which the model's chat template makes a prompt of
     prompt: str | list[dict[str, str]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What is told besides the rows."""
-
-    # of stock's makespan of the first epoch and that of the same requests again, the longer by the shorter
-    scatter: float
-    # where stock differs from itself then, in words; empty: nowhere
-    itself: str
-    shape: str
-    shape_reason: str
-    # why requests got less than trees, and how many did
-    request_reasons: dict[str, int]
-    # vLLM's own ngram, per epoch: its tokens per second by stock's. Empty: it was not asked for
-    rival: list[float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,17 +102,18 @@ class Trial(EngineScenario):
             pairs = [Pair(stock=one, ours=other) for one, other in zip(stock, ours, strict=True)]
             rows = [self._row(engines, asked, owners, number, pair, dtype) for number, pair in enumerate(pairs)]
         self.report.write_text(page_of(read_trace(record), self.report.stem), encoding="utf-8")
-        scatter = max(stock[0].wall_s, again.wall_s) / min(stock[0].wall_s, again.wall_s)
-        more = Outcome(
-            scatter=scatter,
-            itself="" if again.itself is None else again.itself.as_text("then"),
-            shape=stats["shape"],
-            shape_reason=stats["shape_reason"],
-            request_reasons=stats["request_reasons"],
-            rival=[_rate(one) / _rate(other) for one, other in zip(rivals, stock, strict=False)],
-        )
+        extra: dict[str, Any] = {
+            # of stock's makespan of the first epoch and that of the same requests again, the longer by the shorter
+            "scatter": max(stock[0].wall_s, again.wall_s) / min(stock[0].wall_s, again.wall_s),
+            # where stock differs from itself then, in words; empty: nowhere
+            "itself": "" if again.itself is None else again.itself.as_text("then"),
+            # why drafts are less than trees, and requests that got less, by reason
+            **{name: stats[name] for name in ("shape", "shape_reason", "request_reasons")},
+            # vLLM's own ngram, per epoch: its tokens per second by stock's. Empty: it was not asked for
+            "rival": [_rate(one) / _rate(other) for one, other in zip(rivals, stock, strict=False)],
+        }
         title = Path(self.model).name if Path(self.model).exists() else self.model
-        return Found(model=title, rows=rows, extra=asdict(more), more=more)
+        return Found(model=title, rows=rows, extra=extra)
 
     def _arguments(self, prompts: Sequence[list[int]]) -> dict[str, Any]:
         """Of `vllm.LLM`, for every engine."""
@@ -179,21 +164,21 @@ class Trial(EngineScenario):
 
     def title(self, found: Found) -> str:
         sizes = f"{self.samples} answers to each prompt, {self.batch} at once, temperature {self.temperature:g}"
-        return f"{verdict(found.rows, found.more.itself)}\n\n{found.model}: {sizes}"
+        return f"{verdict(found.rows, found.extra['itself'])}\n\n{found.model}: {sizes}"
 
     def told(self, found: Found) -> Iterator[Table | str]:
         shown = ("name: epoch", "identical", "speedup", "tokens_per_step", "steps_of_both", "makespans")
         yield Table(found.rows, columns(*shown))
-        more: Outcome = found.more
-        yield f"stock against itself, the first epoch again: {more.scatter:.2f}x; less than that is no finding"
-        if more.rival:
-            speeds = ", ".join(f"{one:.2f}x in epoch {i}" for i, one in enumerate(more.rival, 1))
+        more = found.extra
+        yield f"stock against itself, the first epoch again: {more['scatter']:.2f}x; less than that is no finding"
+        if more["rival"]:
+            speeds = ", ".join(f"{one:.2f}x in epoch {i}" for i, one in enumerate(more["rival"], 1))
             yield f"vLLM's own ngram: {speeds}, by tokens per second; its tokens are not those of plain decoding"
         for text in dict.fromkeys(text for row in found.rows for text in [*row.differences, *row.ties]):
             yield f"  {text}"
-        if more.shape != "tree":
-            yield f"drafts are {more.shape} for this model: {more.shape_reason}"
-        for reason, count in more.request_reasons.items():
+        if more["shape"] != "tree":
+            yield f"drafts are {more['shape']} for this model: {more['shape_reason']}"
+        for reason, count in more["request_reasons"].items():
             yield f"{count} requests got less than trees: {reason}"
         yield f"\nour rollouts, request by request: open {self.report.absolute()} in a browser"
 

@@ -148,7 +148,7 @@ class Soak:
         plan, tasks = self._plan, set[asyncio.Task[None]]()
         # later ones wait on this side, or a slow server would be judged by its queue
         room = asyncio.Semaphore(plan.most_open)
-        for arrival in takewhile(lambda one: one.at_s < plan.duration_s, arrivals(plan.seed, plan.rate, plan.mix)):
+        for arrival in takewhile(lambda one: one.at_s < plan.duration_s, arrivals(plan, plan.checked_share)):
             await asyncio.sleep(max(0.0, arrival.at_s - self._now))
             if self._now >= plan.duration_s or not self._server.is_alive:
                 break
@@ -196,7 +196,7 @@ class Soak:
         kept = await self._call(session.get(f"{_OURS}/history")) if self._plan.is_ours else None
         return Sample(
             at_s=self._now,
-            holdings=holdings(self._server.pid),
+            holdings=holdings(self._server.process.pid),
             disk_mib=disk_bytes(self._history.parent) / 2**20,
             counts=counts,
             write_errors=float((kept or {}).get("total", {}).get("store", {}).get("write_errors", 0)),
@@ -238,7 +238,7 @@ class Soak:
     async def _inflict(self) -> None:
         for fault in self._faults:
             await asyncio.sleep(max(0.0, fault.begin_s - self._now))
-            with inflict(fault.kind, self._server.pid, self._history):
+            with inflict(fault.kind, self._server.process.pid, self._history):
                 await asyncio.sleep(max(0.0, fault.end_s - self._now))
 
     async def _call(self, request: Any) -> Any:

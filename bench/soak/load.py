@@ -37,22 +37,6 @@ _HASTE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mix:
-    """How often what is asked for; each a share of all requests."""
-
-    # ask one of `pool` problems again, with other noise; the others are asked once
-    recurring: float = 0.5
-    pool: int = 32
-    grammar: float = 0.1
-    # several answers to one prompt
-    choices: float = 0.1
-    # clients leave before the end
-    leaving: float = 0.1
-    # compared with stock's answers; of those that stay
-    checked: float = 0.1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
     """One request."""
 
@@ -85,33 +69,38 @@ class Arrival:
         return values
 
 
-def arrivals(seed: int, per_second: float, mix: Mix) -> Iterator[Arrival]:
-    """Endless arrivals of a Poisson process; each prefix is that of any longer run."""
-    rng = random.Random(f"soak/{seed}")
-    pool = problems(mix.pool, seed)
+def arrivals(plan: Any, checked: float) -> Iterator[Arrival]:
+    """Endless arrivals of a Poisson process; each prefix is that of any longer run.
+
+    Args:
+        plan: the scenario, which says how often what is asked for.
+        checked: share that is compared with stock's answers, of those that stay.
+    """
+    rng = random.Random(f"soak/{plan.seed}")
+    pool = problems(plan.pool, plan.seed)
     at_s, number = 0.0, 0
     while True:
-        at_s += rng.expovariate(per_second)
+        at_s += rng.expovariate(plan.rate)
         # as many draws for each, so that one share moves no other request
-        recurs, kind, leaves, checked = rng.random(), rng.random(), rng.random(), rng.random()
-        place, answers, chunks = rng.randrange(mix.pool), rng.randint(2, MOST_CHOICES), rng.randrange(MOST_CHUNKS)
-        is_recurring, is_grammar = recurs < mix.recurring, kind < mix.grammar
-        is_plural = not is_grammar and kind < mix.grammar + mix.choices
-        stays = leaves >= mix.leaving
+        recurs, kind, leaves, looked_at = rng.random(), rng.random(), rng.random(), rng.random()
+        place, answers, chunks = rng.randrange(plan.pool), rng.randint(2, MOST_CHOICES), rng.randrange(MOST_CHUNKS)
+        is_recurring, is_grammar = recurs < plan.recurring, kind < plan.grammar
+        is_plural = not is_grammar and kind < plan.grammar + plan.choices
+        stays = leaves >= plan.leaving
         # asked once, but for chance: the smallest ones may meet
-        family, name = FAMILIES[number % len(FAMILIES)], f"once-{seed}-{number}"
-        once = make_problem(random.Random(f"soak/{seed}/{number}"), family, name)
+        family, name = FAMILIES[number % len(FAMILIES)], f"once-{plan.seed}-{number}"
+        once = make_problem(random.Random(f"soak/{plan.seed}/{number}"), family, name)
         yield Arrival(
             number=number,
             at_s=at_s,
             kind=GRAMMAR if is_grammar else CHOICES if is_plural else PLAIN,
             problem=pool[place] if is_recurring else once,
             is_recurring=is_recurring,
-            seed=(seed + number * MOST_CHOICES) % (1 << 31),
+            seed=(plan.seed + number * MOST_CHOICES) % (1 << 31),
             num_answers=answers if is_plural else 1,
             grammar=place % len(GRAMMARS) if is_grammar else -1,
             leaves_after=None if stays else chunks,
-            is_checked=stays and checked < mix.checked,
+            is_checked=stays and looked_at < checked,
         )
         number += 1
 

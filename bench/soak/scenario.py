@@ -21,7 +21,6 @@ from . import checks
 from .checks import Verdict, compare
 from .drive import MOST_TOLD, Outcome, Soak
 from .faults import AWAY, FULL, KILL, STALL, Fault, plan
-from .load import Mix
 
 OURS = "ours"
 
@@ -109,11 +108,9 @@ class SoakScenario(EngineScenario):
         return own
 
     @property
-    def mix(self) -> Mix:
-        """What is asked for."""
-        expected = max(1.0, self.duration_s * self.rate * (1.0 - self.leaving))
-        given = {name: getattr(self, name) for name in ("recurring", "pool", "grammar", "choices", "leaving")}
-        return Mix(**given, checked=min(1.0, self.checked / expected))
+    def checked_share(self) -> float:
+        """Of the requests that stay, as many as are to be compared."""
+        return min(1.0, self.checked / max(1.0, self.duration_s * self.rate * (1.0 - self.leaving)))
 
     @property
     def sample_s(self) -> float:

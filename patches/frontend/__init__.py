@@ -4,6 +4,7 @@ from functools import partial
 
 from vllm_specrollout.patches import Patch, features
 from vllm_specrollout.server.engine_args import accept_flag, accept_keyword, create, read_flag
+from vllm_specrollout.server.learning import attend
 from vllm_specrollout.server.metrics import count_drafts
 from vllm_specrollout.server.wrappers import (
     accept_dropped_keyword,
@@ -85,6 +86,15 @@ PATCHES = (
         upstream=f"{UPSTREAM}/v1/engine/async_llm.py",
         versions=features.since("0.32.0"),
         remove_when="those trainers ask for a pause mode",
+    ),
+    # a head that goes on learning
+    _patch(
+        target="vllm.v1.engine.async_llm:AsyncLLM._run_output_handler",
+        wrap=attend,
+        why="with `train`, a task attends to the engine; this is called once its event loop runs, and by every request",
+        upstream=f"{UPSTREAM}/v1/engine/async_llm.py",
+        versions=features.ALL,
+        remove_when="vLLM calls a plugin when an engine begins and when a request comes",
     ),
     # vLLM's spec-decode counters in /metrics
     _patch(

@@ -57,9 +57,9 @@ async def main(folder: str, model: str, head: str) -> dict[str, Any]:
     source = RowSource(address)
     await aprefill(engine, address, 1)  # answers are kept from now on
     first = await rollout(engine, "first")
-    done, found = await turns(engine, address, source, 64)
     # users come while a turn is under way: each ends it, and nobody hangs
     both = await asyncio.wait_for(asyncio.gather(aprefill(engine, address, ALL), rollout(engine, "second")), 120)
+    done, found = await turns(engine, address, source, 64)
     engine.shutdown()
     import torch
 

@@ -45,9 +45,10 @@ def _run(folder: Path) -> dict[str, Any]:
 def test_two_ranks_send_each_row_once_and_requests_go_on(tmp_path: Path) -> None:
     told = _run(tmp_path)
     found = [Rows(token_ids, 1, 0, hidden) for token_ids, hidden in torch.load(tmp_path / "rows.pt", weights_only=True)]
-    # what a turn has room for beside new answers are some that came before
     assert {tuple(rows.token_ids.tolist()) for rows in found} == set(map(tuple, told["first"]))
-    assert sum(map(len, found)) == sum(one["computed"] for one in told["done"])
+    # what the turn amid requests had computed of them is not asked for again
+    computed = sum(one["computed"] for one in told["done"])
+    assert computed <= sum(map(len, found)) <= computed + told["amid"]["computed"]
     assert any(len(rows) > async_prefill.STEP for rows in found)
     assert max(farthest(rows, has_layers=True) for rows in found) < 1e-4
     assert all(one["asked"] == one["computed"] for one in told["done"])

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from vllm_specrollout.kernels.tree_rows import kernel, naive
 
-from vllm_specrollout.trees.mask import ancestor_mask
+from bench.kernels.mask import ancestor_mask
 
 UNWRITTEN = -1_234_567
 

@@ -49,7 +49,7 @@ def paths_of(trees: TreeBatch, i: int) -> dict[tuple[int, ...], float]:
     return found
 
 
-def asked(one: Engine, temperature: float, max_tokens: int = 16, **more: Any) -> tuple[list[list[int]], Trees]:
+def asked(one: Engine, temperature: float, max_tokens: int = 36, **more: Any) -> tuple[list[list[int]], Trees]:
     """The tokens, and all trees that were drafted."""
     seen: Trees = {}
     runner, came = one.runner, one.runner._came

@@ -201,7 +201,7 @@ class RandomDrafter(BaseDrafter):
 
     name = "random"
 
-    def __init__(self, vocab_size: int, sweep: Sweep, seed: int = 0) -> None:
+    def __init__(self, vocab_size: int, sweep: ProfileSweep, seed: int = 0) -> None:
         self._vocab_size, self._sweep = vocab_size, sweep
         self._rng = np.random.default_rng(seed)
 
@@ -214,7 +214,7 @@ class RandomDrafter(BaseDrafter):
         return random_tree(Draft(min(max_nodes, max_depth * width), width), self._vocab_size, self._rng)
 
 
-class Sweep(BaseBudget):
+class ProfileSweep(BaseBudget):
     """A budget that goes through the kinds of draft, step after step, and keeps the times of all of them."""
 
     def __init__(self, kinds: Sequence[Draft]) -> None:

@@ -37,7 +37,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class HostReport:
     """All that doctor found out."""
 
     findings: tuple[Finding, ...]
@@ -69,14 +69,14 @@ class Report:
         return "\n\n".join(part for part in (verdict, "\n".join(hints), *sections) if part)
 
 
-def examine(model: str = "", server: str = "") -> Report:
+def examine(model: str = "", server: str = "") -> HostReport:
     """Look at this host and at a model's configuration if one is given; or, without vLLM, at a running server.
 
     Raises:
         ConfigError: the model has no readable config.json, or the server does not answer.
     """
     if server:
-        return Report((), (), (), tuple(running_parts(ask_server(server))))
+        return HostReport((), (), (), tuple(running_parts(ask_server(server))))
     drafted = [Finding(rule.feature, f"{rule.shape.value:<5}  {rule.reason}") for rule in TABLE]
     drafted += [Finding(f"--speculative-config: {m.name}", f"{_YES[m.is_supported]:<5}  {m.note}") for m in METHODS]
     if model:
@@ -84,7 +84,7 @@ def examine(model: str = "", server: str = "") -> Report:
     # before anything is looked at: asking the host of its rows sets one of them
     variables = [Finding(variable.name, os.environ.get(variable.name, "unset")) for variable in envs.TABLE]
     findings = [*_versions(), _core(), *_plugins(), *_vllm_findings(), *_command()]
-    return Report(tuple(findings), tuple(variables), tuple(drafted))
+    return HostReport(tuple(findings), tuple(variables), tuple(drafted))
 
 
 def ask_server(url: str) -> dict[str, Any]:

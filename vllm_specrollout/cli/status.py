@@ -44,6 +44,8 @@ class Status:
     # number of the head that drafts; None: none was loaded. How often a new one was worse than the one before
     head: int | None = None
     went_back: int = 0
+    # of a head that goes on learning, what is said of it; else empty
+    learns: str = ""
 
     @property
     def is_well(self) -> bool:
@@ -72,6 +74,7 @@ class Status:
         lines += [f"  {name:<14}  nobody beyond {most} tokens" for name, most in sorted(self.most_tokens.items())]
         if self.head is not None:
             lines.append(f"  head            number {self.head} drafts; {self.went_back} times a new one was worse")
+        lines += [f"  learning        {self.learns}"] if self.learns else []
         lines += [f"  failed          {part}: {count} times" for part, count in sorted(self.failures.items())]
         if self.verdict == "off":
             lines.append("\nhint: `vllm serve MODEL --spec-rollout`; `specrollout doctor` says whether it works here")
@@ -151,6 +154,20 @@ def judge(now: Series, before: Series | None = None) -> Status:
         most_tokens={own["source"]: int(value) for own, value in now.get("most_tokens", ())},
         head=int(max(heads)) if (heads := [value for _, value in now.get("head", ())]) and any(went + heads) else None,
         went_back=int(sum(went)),
+        learns=_learns(now),
+    )
+
+
+def _learns(now: Series) -> str:
+    """Of several engines, what the first one says."""
+    if "trainer_state" not in now:
+        return ""
+    rate = {labels["when"]: value for labels, value in now.get("head_match_rate", ())}
+    state = [labels["state"] for labels, value in now["trainer_state"] if value]
+    rows, seconds = (now[name][0][1] for name in ("trainer_rows", "trainer_seconds"))
+    return (
+        f"met {rate.get('now', 0.0):.0%} of the time, {rate.get('at publication', 0.0):.0%} at its publication; trainer"
+        f" {state[0] if state else 'resting'}, {rows:.0f} rows in {seconds:.0f} s"
     )
 
 

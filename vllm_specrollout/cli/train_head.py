@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import json as json_module
-from dataclasses import asdict
+import shutil
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from vllm_specrollout.errors import UnsupportedError
+from vllm_specrollout.config.checks import check_choice
+from vllm_specrollout.errors import ConfigError, UnsupportedError
+from vllm_specrollout.training.spot import WORTH
 
 
 def train_head(
@@ -32,7 +35,6 @@ def train_head(
     judge_rows: Annotated[int, typer.Option(help="Rows between two judgements, which save the run.")] = 16384,
     memory_gib: Annotated[float, typer.Option(help="Hidden states in memory at a time.")] = 4.0,
     seed: Annotated[int, typer.Option(help="Of the first weights and of the order.")] = 0,
-    threads: Annotated[int, typer.Option(help="Torch threads; 0: as many as torch takes.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Train an EAGLE head: one small layer that drafts from the target's own hidden states.
@@ -52,37 +54,63 @@ def train_head(
     then. Every tenth answer is held out. In the end it says how many drafts would be accepted there.
     """
     _check_installed()
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
-    from vllm_specrollout.server.head_rows import PrefillEngine
+    from vllm_specrollout.server.by_hand import HandTraining
     from vllm_specrollout.training.answer_file import AnswerFile
-    from vllm_specrollout.training.run import HeadRun, TrainConfig
+    from vllm_specrollout.training.heads import frequent_tokens
+    from vllm_specrollout.training.parent import Duty, numbers_in
+    from vllm_specrollout.training.process import make_head
 
-    config = TrainConfig(
+    learner: dict[str, Any] = {"width": window, "batch_rows": batch_rows, "passes": passes, "loss": loss}
+    learner |= {"feature_weight": feature_weight, "dtype": dtype, "seed": seed} | ({"rate": rate} if rate else {})
+    _check_learner(method, levels, draft_vocab, learner)
+    config = AutoConfig.from_pretrained(str(target))
+    shape = getattr(config, "text_config", config)
+    duty = Duty(
+        target=str(target),
+        dir=str(out),
+        head=str(start or out / "0"),
+        is_new=start is None,
         method=method,
-        rate=rate,
-        draft_vocab=draft_vocab,
-        judge_rows=judge_rows,
+        num_levels=levels,
+        learner=learner,
         memory_gib=memory_gib,
-        threads=threads,
+        judge_rows=judge_rows,
     )
-    learner = {"num_levels": levels, "width": window, "batch_rows": batch_rows, "passes": passes, "loss": loss}
-    learner |= {"feature_weight": feature_weight, "dtype": dtype, "seed": seed}
-    shape = AutoConfig.from_pretrained(str(target))
-    vocab_size = getattr(shape, "text_config", shape).vocab_size
+    training = HandTraining(duty, AnswerFile(answers, _encoder(target), shape.vocab_size), shape)
+    if start is None and not (out / "0" / "config.json").exists():
+        drafted = frequent_tokens(training.waiting, shape.vocab_size, draft_vocab) if draft_vocab else None
+        make_head(target, out / "0", method, levels, drafted, seed)
+    number = max(numbers_in(out), default=0) + 1
+    said = _trained(training, number, is_quiet=json)
+    _hand_over(out, number)
+    _tell(out, start, said, len(training.done), levels, is_json=json)
+
+
+def _encoder(target: Path) -> Callable[[str, bool], list[int]]:
+    """Of a text, and whether it begins a prompt; the tokenizer is loaded once there is a text."""
+    from transformers import AutoTokenizer
 
     tokenizer = cache(lambda: AutoTokenizer.from_pretrained(str(target)))
 
     def encode(text: str, begins: bool) -> list[int]:
         return list(tokenizer().encode(text, add_special_tokens=begins))
 
-    file, engine = AnswerFile(answers, encode, vocab_size), PrefillEngine()
-    run = HeadRun(target, file, out, config, learner, engine, start=start)
-    try:
-        trained = _trained(run, is_quiet=json)
-    finally:
-        engine.close()
-    _tell(out, start, trained, is_json=json)
+    return encode
+
+
+def _check_learner(method: str, levels: int, draft_vocab: int, learner: dict[str, Any]) -> None:
+    """Raises: ConfigError, a value that the trainer cannot have."""
+    from vllm_specrollout.training.learner import NEW_RATE, LearnerConfig
+
+    check_choice("method", method, ("eagle3", "eagle"))
+    LearnerConfig(**{"rate": NEW_RATE, "num_levels": levels, **learner})
+    if method == "eagle" and draft_vocab:
+        raise ConfigError(
+            f"`draft_vocab` is {draft_vocab}, and an `eagle` head has its target's output head",
+            "leave `draft_vocab` out, or train an `eagle3` head",
+        )
 
 
 def _check_installed() -> None:
@@ -99,35 +127,41 @@ def _check_installed() -> None:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _trained(run: Any, *, is_quiet: bool) -> Any:
+def _trained(training: Any, number: int, *, is_quiet: bool) -> Any:
     from rich.console import Console
 
-    console = Console(stderr=True, quiet=is_quiet)
-    if run.learner.steps:
-        console.print(f"going on after {run.learner.steps} steps, with the answers that are there now")
-    with console.status("computing hidden states") as status:
-        return run.train(
-            lambda learner, loss: status.update(f"{learner.rows} rows, {learner.steps} steps, loss {loss:.3f}")
+    with Console(stderr=True, quiet=is_quiet).status("computing hidden states") as status:
+        return training.train(
+            number, lambda said: status.update(f"{said.answers} answers, {said.rows} rows, {said.steps} steps")
         )
 
 
-def _tell(out: Path, start: Path | None, trained: Any, *, is_json: bool) -> None:
-    kept = trained.kept
+def _hand_over(out: Path, number: int) -> None:
+    """The head of that number is the run's."""
+    for name in ("model.safetensors", "config.json"):
+        # config.json last: with it, the folder is a head
+        (out / str(number) / name).replace(out / name)
+    shutil.rmtree(out / str(number))
+
+
+def _tell(out: Path, start: Path | None, said: Any, answers: int, levels: int, *, is_json: bool) -> None:
+    # where nothing was better, the head is the one that it was
+    accepted = max(said.own, said.serving)
+    is_useful = accepted >= WORTH * levels
     if is_json:
-        found = {"head": str(out), **asdict(trained), "accepted": kept.accepted, "is_useful": trained.is_useful}
+        found = {"head": str(out), "answers": answers, "rows": said.rows, "steps": said.steps, "judged": said.judged}
+        found |= {"levels": levels, "accepted": accepted, "before": said.serving, "is_useful": is_useful}
         typer.echo(json_module.dumps(found))
         return
-    met = ", ".join(f"{share:.2f}" for share in kept.met)
     typer.echo(
-        f"head: {out}, of {trained.answers} answers, {trained.rows} rows in {trained.steps} steps\n"
-        f"{kept.rows} rows held out: drafts of levels 1 to k are all met: {met}; {kept.accepted:.2f} of"
-        f" {len(kept.met)} accepted, before {trained.first.accepted:.2f}"
+        f"head: {out}, of {answers} answers, {said.rows} rows in {said.steps} steps\n"
+        f"{said.judged} rows held out: {accepted:.2f} of {levels} drafts accepted, before {said.serving:.2f}"
     )
-    if start is not None and kept.accepted <= trained.first.accepted:
+    if start is not None and said.own <= said.serving:
         typer.echo(f"the answers taught `{start}` nothing: the head is the one that it was")
-    if not trained.is_useful:
+    if not is_useful:
         typer.echo(
-            f"this head is not worth having: from {0.3 * len(kept.met):.1f} accepted tokens on, drafts pay for their"
+            f"this head is not worth having: from {WORTH * levels:.1f} accepted tokens on, drafts pay for their"
             " passes\n\nhint: it needs more answers, each is learned from three times at most; with some 130,000 rows"
             " a small policy's head gets there"
         )

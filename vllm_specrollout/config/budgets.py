@@ -18,7 +18,7 @@ from vllm_specrollout.errors import ConfigError, named, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class BudgetOptions:
     """Nothing can be set for `auto`, `fixed` and `off`."""
 
     def __post_init__(self) -> None:
@@ -26,7 +26,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HistoSpecOptions(Options):
+class HistoSpecOptions(BudgetOptions):
     """The `histospec` budget (RhymeRL, section 5.4).
 
     Unless set otherwise, it comes with the paper's drafter (5.3): `history` alone, contexts of 7 down to 3 tokens, the
@@ -46,7 +46,7 @@ class HistoSpecOptions(Options):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DasOptions(Options):
+class DasOptions(BudgetOptions):
     """The `das` budget (DAS, "Spending the Draft Budget on the Long Tail"). The text gives no number for either share.
 
     Unless set otherwise, it comes with the paper's drafter: `history` alone, one index per problem, a sliding window of
@@ -64,7 +64,7 @@ class DasOptions(Options):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FastGrpoOptions(Options):
+class FastGrpoOptions(BudgetOptions):
     """The `fastgrpo` budget (FastGRPO, section 4.1 and appendix B). The text gives no number for any of these."""
 
     alpha: Annotated[float, Range(0.01, 1024.0)] = 1.0
@@ -78,7 +78,7 @@ class FastGrpoOptions(Options):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TltOptions(Options):
+class TltOptions(BudgetOptions):
     """The `tlt` budget (TLT, section 5). The text gives no number for `epsilon` and `window`."""
 
     threshold: Annotated[int, Range(1, 1 << 16)] = 32
@@ -96,7 +96,7 @@ class TltOptions(Options):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpecActorOptions(Options):
+class SpecActorOptions(BudgetOptions):
     """The `specactor` budget (SpecActor, section 4.1), in its coupled form."""
 
     draft_ms: Annotated[float, Range(0.0, 10_000.0)] = 0.0
@@ -106,16 +106,16 @@ class SpecActorOptions(Options):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NamedOptions(Options):
+class NamedOptions(BudgetOptions):
     """Of a class of the user's, whose constructor says what they are."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
 
 
-OPTIONS: Mapping[str, type[Options]] = {
-    "auto": Options,
-    "fixed": Options,
-    "off": Options,
+OPTIONS: Mapping[str, type[BudgetOptions]] = {
+    "auto": BudgetOptions,
+    "fixed": BudgetOptions,
+    "off": BudgetOptions,
     "histospec": HistoSpecOptions,
     "das": DasOptions,
     "fastgrpo": FastGrpoOptions,
@@ -157,7 +157,7 @@ def with_drafter_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def name_and_options(budget: Any, options: Options) -> tuple[str, Options]:
+def name_and_options(budget: Any, options: BudgetOptions) -> tuple[str, BudgetOptions]:
     """A budget's name and its options, from what stands under `budget`.
 
     Args:
@@ -179,13 +179,13 @@ def name_and_options(budget: Any, options: Options) -> tuple[str, Options]:
     return budget, options if type(options) is kind else kind()
 
 
-def as_given(name: str, options: Options) -> str | dict[str, Any]:
+def as_given(name: str, options: BudgetOptions) -> str | dict[str, Any]:
     """What `name_and_options` takes for these: the name alone where all options have their defaults."""
     values = options.values if isinstance(options, NamedOptions) else dataclasses.asdict(options)
     return name if options == type(options)() else {"name": name, **values}
 
 
-def _from_object(given: Mapping[str, Any]) -> tuple[str, Options]:
+def _from_object(given: Mapping[str, Any]) -> tuple[str, BudgetOptions]:
     name = given.get("name")
     if name is None:
         raise ConfigError(

@@ -17,6 +17,7 @@ from vllm_specrollout.config.checks import (
     check_fields,
     check_order,
 )
+from vllm_specrollout.config.devices import together
 from vllm_specrollout.errors import ConfigError, shown
 
 SCOPES = ("problem", "global")
@@ -108,14 +109,26 @@ class HistoryConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnConfig:
-    """What an engine does for a trainer that asks it for hidden states."""
+    """How the head that drafts goes on learning. See docs/guides/train-head.md."""
 
+    mode: Annotated[str, Choice(("off", "auto"))] = "off"
+    """`auto`: a trainer beside the engine keeps the head true to the policy; without a head in `speculative_config`, it
+    makes one. `{"train": "auto"}` is short for it. `off`: the engine computes hidden states for who asks."""
+    dir: Annotated[str, FILE] = ""
+    """Folder for heads and the trainer's state; engines that share it have one trainer. Empty: one in the cache, by the
+    target and the first head."""
+    devices: tuple[Annotated[str, DEVICE], ...] = ()
+    """What the trainer runs on, such as `cpu:3` or `cuda:1`; empty: the engine's own, while that idles."""
+    memory_gib: Annotated[float, Range(0.01, 4096.0)] = 4.0
+    """Memory of the trainer: of hidden states, and on the engine's GPU of all that it has there, which is taken off
+    `gpu_memory_utilization`."""
     prefill_tokens: Annotated[int, Range(1, 1 << 20)] = 2048
     """Most tokens of answers that a step computes once more. Such steps are taken only while no request is there, and
     one that arrives waits for the step under way."""
 
     def __post_init__(self) -> None:
         check_fields(self, "train.")
+        together("train.devices", self.devices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any
 
-from vllm_specrollout.config.budgets import OPTIONS, Options, as_given, name_and_options, with_drafter_defaults
+from vllm_specrollout.config.budgets import OPTIONS, BudgetOptions, as_given, name_and_options, with_drafter_defaults
 from vllm_specrollout.config.by_name import QUALIFIED
 from vllm_specrollout.config.checks import (
     DEVICE,
@@ -122,7 +122,7 @@ class SpecRolloutConfig:
     train: LearnConfig = field(default_factory=LearnConfig)
     decoupled: DecoupledConfig = field(default_factory=DecoupledConfig)
     # no keys of their own: they follow from `budget` and `drafters`, which keep the names alone
-    budget_options: Options = field(default=Options(), metadata={"is_derived": True})
+    budget_options: BudgetOptions = field(default=BudgetOptions(), metadata={"is_derived": True})
     drafter_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, metadata={"is_derived": True})
 
     def __post_init__(self) -> None:
@@ -147,6 +147,11 @@ class SpecRolloutConfig:
             why = f"`{name}` is not among `drafters` {list(self.drafters)}"
             way = f"add it: {json.dumps({'drafters': [*self.drafters, name]})}"
             check_is_on(name, getattr(self, name), name in self.drafters, why, way)
+        if self.train.mode == "auto" and self.placement != "coupled":
+            raise ConfigError(
+                f"`train` is `auto`, and `placement` is `{self.placement}`; heads learn in the target's own steps",
+                "leave one of the two out",
+            )
         way = 'set {"placement": "decoupled"}'
         check_is_on("decoupled", self.decoupled, self.is_decoupled, "`placement` is `coupled`", way)
         if self.devices and not (self.is_decoupled and not self.decoupled.address):
@@ -308,6 +313,8 @@ def _build(cls: type, values: Mapping[str, Any], origin: str, prefix: str = "") 
 def _build_nested(cls: Any, value: Any, origin: str, name: str) -> Any:
     if isinstance(value, cls):
         return value
+    if cls is LearnConfig and isinstance(value, str):
+        value = {"mode": value}
     if not isinstance(value, Mapping):
         cause = f"`{name}` is {shown(value)}, of type {type(value).__name__}"
         raise ConfigError(cause, f"give an object with the keys: {', '.join(declared(cls))}")

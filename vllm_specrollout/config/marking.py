@@ -14,7 +14,7 @@ KEY = "spec_rollout_rows"
 
 
 class RowsMark(dict[str, int]):
-    """`prompt_tokens`, and the `version` of the weights that shall compute the answer.
+    """`prompt_tokens`, the `version` of the weights that shall compute the answer, and its `key` in the ring.
 
     It is a type of its own: what a client writes is another one, and is refused at the front end (`check_mark`).
     """

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.drafters.base import BaseDrafter
-from vllm_specrollout.history.answers import MOST_TAIL, Answer, Outcome, short_name
+from vllm_specrollout.history.answers import MOST_TAIL, Answer, RewardOutcome, short_name
 from vllm_specrollout.history.background import Background
 from vllm_specrollout.history.courier import Courier
 from vllm_specrollout.history.store import HistoryStore
@@ -121,7 +121,7 @@ class KeepsHistory(BaseDrafter):
 
     # --- what trainers tell ------------------------------------------------------------------------------------------
 
-    def report_reward(self, names: Sequence[str], reward: float) -> Outcome:
+    def report_reward(self, names: Sequence[str], reward: float) -> RewardOutcome:
         """Keep a request's reward.
 
         Args:
@@ -130,10 +130,10 @@ class KeepsHistory(BaseDrafter):
         """
         for name in names:
             outcome = self.store.report_reward(name, reward)
-            if outcome is not Outcome.UNKNOWN:
+            if outcome is not RewardOutcome.UNKNOWN:
                 self.library.set_reward(short_name(name), reward)
                 return outcome
-        return Outcome.UNKNOWN
+        return RewardOutcome.UNKNOWN
 
     def begin_epoch(self, epoch: int | None = None) -> int:
         """All problems will be asked again; returns the epoch begun.

@@ -44,7 +44,7 @@ class Answer:
         return self.token_ids.size
 
 
-class Outcome(Enum):
+class RewardOutcome(Enum):
     """What became of a reported reward."""
 
     RECORDED = "recorded"
@@ -84,5 +84,5 @@ class StoreStats:
     """Files of the directory that are left out, since they are in another vocabulary."""
     foreign_answers: int
     """Times that an answer was left out because it holds tokens that the model does not have."""
-    # by Outcome.value
+    # by RewardOutcome.value
     rewards: dict[str, int]

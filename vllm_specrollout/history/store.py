@@ -20,7 +20,7 @@ from pathlib import Path
 from vllm_specrollout.config.checks import check_finite
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.errors import shown
-from vllm_specrollout.history.answers import Answer, Outcome, StoreStats, short_name
+from vllm_specrollout.history.answers import Answer, RewardOutcome, StoreStats, short_name
 from vllm_specrollout.history.database import (
     ERRORS,
     AnswerCounts,
@@ -99,7 +99,7 @@ class HistoryStore:
         self._waiting_bytes = 0
         # rewards of requests that have not ended
         self._early: dict[str, float] = {}
-        self._rewards = dict.fromkeys((outcome.value for outcome in Outcome), 0)
+        self._rewards = dict.fromkeys((outcome.value for outcome in RewardOutcome), 0)
         self._most = config.max_mib * PER_MIB
         self._most_waiting_bytes = config.max_mib << 20
         # of the own file: what is free in it and SQLite's log are to have room beside it
@@ -203,7 +203,7 @@ class HistoryStore:
         if self._requests.get(kept.request_id) is kept:
             del self._requests[kept.request_id]
 
-    def report_reward(self, request_id: str, reward: float) -> Outcome:
+    def report_reward(self, request_id: str, reward: float) -> RewardOutcome:
         """Keep a reward, for the most recent answer of that id.
 
         Raises:
@@ -216,20 +216,20 @@ class HistoryStore:
         self._work_soon()
         return outcome
 
-    def _reward(self, request_id: str, reward: float) -> Outcome:
+    def _reward(self, request_id: str, reward: float) -> RewardOutcome:
         if self._guess.is_running(request_id):
-            outcome = Outcome.REPEATED if request_id in self._early else Outcome.EARLY
+            outcome = RewardOutcome.REPEATED if request_id in self._early else RewardOutcome.EARLY
             self._early[request_id] = reward
             return outcome
         kept = self._requests.get(request_id)
         if kept is None:
-            return Outcome.UNKNOWN
+            return RewardOutcome.UNKNOWN
         before, kept.reward = kept.reward, reward
         if kept.row is None and before != reward:
             self._due[kept.number] = kept
         if before is not None:
-            return Outcome.REPEATED
-        return Outcome.LATE if kept.epoch < self._epoch else Outcome.RECORDED
+            return RewardOutcome.REPEATED
+        return RewardOutcome.LATE if kept.epoch < self._epoch else RewardOutcome.RECORDED
 
     def begin_epoch(self, epoch: int | None = None) -> int:
         """The trainer begins an epoch, the next one or the one named; from now on none is guessed. Returns it.

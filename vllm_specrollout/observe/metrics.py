@@ -131,6 +131,17 @@ METRICS = (
     Metric("self_checks", "counter", "Parts of the engine's check of itself at its start.", ("part", "result")),
     Metric("withheld_checked", "counter", "Tokens of withheld verdicts that were compared with plain decoding."),
     Metric("withheld_differing", "counter", "Tokens of withheld verdicts that plain decoding did not find again."),
+    Metric(
+        "head_match_rate",
+        "gauge",
+        "Match rate of a head that learns: when it began to draft, and now.",
+        ("when",),
+        (),
+        THOUSANDTHS,
+    ),
+    Metric("trainer_state", "gauge", "1: what the trainer of the head does.", ("state",)),
+    Metric("trainer_rows", "gauge", "Rows that the trainer has learned from."),
+    Metric("trainer_seconds", "gauge", "Seconds that it has trained."),
     Metric("failures", "counter", "Failures that cost drafts and nothing else, by what failed.", ("part",)),
 )
 
@@ -142,6 +153,7 @@ _BY_SOURCE = ("drafted_nodes", "verified_nodes", "accepted_nodes", "version_veri
 LEAST_NODES = 4096
 """Verified under the same weights: of fewer nothing is said, though none was accepted."""
 ALL = "all"
+_OF_TRAINER = ("head_match_rate/", "trainer_")
 _SUMS = ("windows", "window_tokens", "expected_tokens", "gained_tokens")
 
 
@@ -236,6 +248,10 @@ class Metrics(Listener):
         self._nodes = np.zeros((len(_BY_SOURCE), SOURCES), np.int64)
         # those that have got their names, since the engine began
         self._named = np.zeros_like(self._nodes)
+        # [SOURCES] nodes whose parents were accepted, since the engine began
+        self._reached = np.zeros(SOURCES)
+        self.trainer: dict[str, int] = {}
+        """What the trainer of the head told last."""
         self._version = 0
         # under these weights: [SOURCES + 1] nodes that were verified, and those accepted, by source and of all; and
         # names of those of whom none was, though they had enough
@@ -286,9 +302,10 @@ class Metrics(Listener):
         self._untold += 1
         if trees.num_nodes:
             self._untold = EVERY
-            _, verified, accepted = _core.tally(
+            counts, verified, accepted = _core.tally(
                 trees.node_start, trees.parents, trees.log_q, trees.source, result.num_accepted, result.accepted
             )
+            self._reached += counts[0].sum(axis=1)
             self._nodes[_VERIFIED] += verified
             self._nodes[_ACCEPTED] += accepted
             if record.batch is not None and record.batch.size:
@@ -355,6 +372,16 @@ class Metrics(Listener):
         own = [i for i, name in enumerate(self._sources) if name in sources]
         verified, accepted = (self._named + self._nodes)[[_VERIFIED, _ACCEPTED]][:, own].sum(axis=1).tolist()
         return verified, accepted
+
+    def met_of(self, sources: Collection[str]) -> tuple[int, int]:
+        """Positions for which these drafters had a node behind what was accepted, and where one of theirs was met."""
+        own = [i for i, name in enumerate(self._sources) if name in sources]
+        return round(self._reached[own].sum()), self.nodes_of(sources)[1]
+
+    def told(self, trainer: Mapping[str, int]) -> None:
+        """What the trainer of a head does; of what it tells, gauges are shown."""
+        self.trainer = dict(trainer)
+        self._counts.update((name, one) for name, one in trainer.items() if name.startswith(_OF_TRAINER))
 
     def take_if_due(self) -> dict[str, int]:
         """`take`, behind a step with drafts and behind every 16th of those without: telling takes as long as a

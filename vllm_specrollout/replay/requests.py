@@ -36,7 +36,7 @@ MOST_PROMPT_STEPS = 1 << 20
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class ReplayedRequest:
     """One request on its way."""
 
     arrival: Arrival
@@ -88,7 +88,7 @@ class Request:
         )
 
 
-def requests_of(trace: Trace, prompt_share: float) -> list[Request]:
+def requests_of(trace: Trace, prompt_share: float) -> list[ReplayedRequest]:
     """The trace's requests in order of admission; those without an end are left out.
 
     Raises:
@@ -111,7 +111,7 @@ def requests_of(trace: Trace, prompt_share: float) -> list[Request]:
             name = f"r{arrival.request}"
             ends = np.asarray(arrival.ends, np.int32)
             view = RequestView(name, token_ids[:prompt], prompt, arrival.max_tokens, *facts, name, ends=ends)
-            requests.append(Request(arrival, end, token_ids, view, left))
+            requests.append(ReplayedRequest(arrival, end, token_ids, view, left))
     if not requests:
         raise TraceError("no request of the trace has an end", "record until at least one answer is over")
     return requests
@@ -131,7 +131,7 @@ class RecordedDrafter(BaseDrafter):
 
     name = "recorded"
 
-    def __init__(self, trace: Trace, requests: Mapping[str, Request], spend: Callable[[int], None]) -> None:
+    def __init__(self, trace: Trace, requests: Mapping[str, ReplayedRequest], spend: Callable[[int], None]) -> None:
         self._requests, self._spend = requests, spend
         recorded: dict[int, dict[int, Candidates]] = {}
         for step in trace.steps:
@@ -148,7 +148,7 @@ class RecordedDrafter(BaseDrafter):
         asked = zip(map(self._requests.__getitem__, batch.request_ids), wanted, strict=True)
         return batch_of(batch.request_ids, [self._at(request) if nodes else EMPTY_TREE for request, nodes in asked])
 
-    def _at(self, request: Request) -> DraftTree:
+    def _at(self, request: ReplayedRequest) -> DraftTree:
         number = request.arrival.request
         positions = self._positions.get(number, [])
         nearest = bisect.bisect_right(positions, request.position) - 1

@@ -18,7 +18,7 @@ from vllm_specrollout.budgets.step_cost import CostLine, Load, load_of
 from vllm_specrollout.observe.guard import Guard
 from vllm_specrollout.replay.cost import Cost, cost_of
 from vllm_specrollout.replay.records import Trace
-from vllm_specrollout.replay.requests import RecordedDrafter, Request, requests_of, verified
+from vllm_specrollout.replay.requests import RecordedDrafter, ReplayedRequest, requests_of, verified
 from vllm_specrollout.speculator import PlannedStep, Speculator
 from vllm_specrollout.trees.batch import cut, num_branches
 from vllm_specrollout.types import DraftMode, RequestBatch, StepTiming, TreeBatch, VerifyResult, empty_trees
@@ -74,8 +74,8 @@ class _Replay:
         self._header = trace.header
         self._cost = cost
         self._queue = deque(requests_of(trace, cost.prompt_share if isinstance(cost, CostLine) else 1.0))
-        self._running: list[Request] = []
-        self._over: list[Request] = []
+        self._running: list[ReplayedRequest] = []
+        self._over: list[ReplayedRequest] = []
         self._now_ms = 0.0
         # time of the drafters, which nobody else's clock knows of; and for how many requests they were asked last
         self._asking_ms, self._asked = 0.0, 0
@@ -84,7 +84,7 @@ class _Replay:
         clock = lambda: self._asking_ms / 1e3  # noqa: E731
         self._speculator = Speculator([drafter], budget, guard=Guard(is_strict=True), clock=clock)
         # of the next step: whom it may have drafts for, and which
-        self._drafted_for: list[Request] = []
+        self._drafted_for: list[ReplayedRequest] = []
         self._planned: PlannedStep | None = None
         # of the step before, where budgets learn of it one step late
         self._late: StepTiming | None = None
@@ -213,7 +213,7 @@ class _Replay:
                 self._accepted += accepted
         return tokens
 
-    def _draft(self, running: Sequence[Request]) -> None:
+    def _draft(self, running: Sequence[ReplayedRequest]) -> None:
         """The next step's drafts. Without a request to draft for, the budget is not asked either."""
         step, self._asked = len(self._nodes), 0
         self._drafted_for, self._planned = [], None

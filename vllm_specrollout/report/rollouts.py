@@ -38,7 +38,7 @@ class Steps:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
+class RolloutSpan:
     """Steps from one at which nobody had run before to one behind which nobody runs."""
 
     # steps, from the first to behind the last
@@ -105,7 +105,7 @@ def _sums(step: npt.NDArray[np.int32], values: npt.NDArray[Any], count: int) -> 
     return np.bincount(step, values, count).astype(np.int64)
 
 
-def rollouts_of(trace: Trace, table: Walk, steps: Steps) -> list[Rollout]:
+def rollouts_of(trace: Trace, table: Walk, steps: Steps) -> list[RolloutSpan]:
     """In their order; steps without a request belong to the rollout that follows, or else to the last one."""
     edges = np.unique(np.concatenate([[0], 1 + np.flatnonzero(steps.is_last), [len(trace.steps)]])).tolist()
     if len(edges) > 2 and not steps.running[edges[-2] :].any():
@@ -113,7 +113,7 @@ def rollouts_of(trace: Trace, table: Walk, steps: Steps) -> list[Rollout]:
     return [_rollout(trace, table, steps, slice(*own)) for own in pairwise(edges)]
 
 
-def _rollout(trace: Trace, table: Walk, steps: Steps, own: slice) -> Rollout:
+def _rollout(trace: Trace, table: Walk, steps: Steps, own: slice) -> RolloutSpan:
     running = steps.running[own]
     most = int(running.max())
     told = [step.sources for step in trace.steps[own] if step.verified]
@@ -121,7 +121,7 @@ def _rollout(trace: Trace, table: Walk, steps: Steps, own: slice) -> Rollout:
     by = [[*sources, *([0] * num_drafters)][:num_drafters] for sources in told]
     columns = (steps.arrived, steps.tokens, steps.decoded, steps.decoding, steps.nodes, steps.accepted)
     requests, tokens, decoded, decoding, verified, accepted = (int(column[own].sum()) for column in columns)
-    return Rollout(
+    return RolloutSpan(
         first=own.start,
         behind=own.stop,
         begin=float(steps.begin[own.start]),

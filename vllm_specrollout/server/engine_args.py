@@ -106,6 +106,10 @@ def _configured(engine_args: Any, config: SpecRolloutConfig, engine: engines.Eng
     """
     if (given := _speculative_config(engine_args)) is not None:
         config = speculative_methods.moved(config, given)
+    if config.train.mode == "auto":
+        from vllm_specrollout.server.learning import prepared
+
+        config = prepared(config, engine_args.model)
     limits.check_engine_args(engine_args, config, engine)
     limits.check_version(engine_args, features.installed(), str(supported.installed_vllm()))
     with _on(engine_args, config, engine):
@@ -268,6 +272,11 @@ def _on(engine_args: Any, config: SpecRolloutConfig, engine: engines.Engine) -> 
     }
     if not engine.async_scheduler:
         changes |= {"scheduler_cls": engine.scheduler, "async_scheduling": False}
+    if config.train.mode == "auto" and not config.train.devices and engine is engines.GPU_V2:
+        from vllm.platforms import current_platform
+
+        share = config.train.memory_gib * (1 << 30) / current_platform.get_device_total_memory()
+        changes["gpu_memory_utilization"] = engine_args.gpu_memory_utilization - share
     _set_row_invariant_attention()
     if engine is engines.CPU_V1 and engines.wants_v2() is None and engines.prefers_v2():
         _set(envs.USE_V2_MODEL_RUNNER, "0")

@@ -92,7 +92,7 @@ class Counts:
             if self._version_label in metric.labels:
                 self._drop_old(made, name, (*self._labels[engine], *rest))
             if metric.kind == "gauge":
-                child.set(count)
+                child.set(count / metric.scale)
             else:
                 child.inc(count / metric.scale)
 

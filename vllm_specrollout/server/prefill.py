@@ -67,14 +67,16 @@ def _asking(address: str, most_tokens: int) -> Conversation[list[_Asked]]:
     for one in found:
         if "cause" in one:
             raise UnsupportedError(one["cause"], one["hint"])
-    return [request for one in found for request in _requests(one)]
+    return [request for one in found for request in requests_of(one)]
 
 
-def _requests(found: dict[str, Any]) -> Iterator[_Asked]:
+def requests_of(found: dict[str, Any]) -> Iterator[_Asked]:
+    """For what a worker found (`hidden.answers_for`)."""
     from vllm import SamplingParams  # nothing that imports this module needs vLLM before
 
-    for prompt_tokens, token_ids in found["answers"]:
-        extra = {settings.KEY: {"enabled": False}, KEY: RowsMark(prompt_tokens=prompt_tokens, version=found["version"])}
+    for prompt_tokens, key, token_ids in found["answers"]:
+        mark = RowsMark(prompt_tokens=prompt_tokens, version=found["version"], key=key)
+        extra = {settings.KEY: {"enabled": False}, KEY: mark}
         # greedy: no seed is drawn for it, which would change those of other requests
         params = SamplingParams(
             temperature=0.0, max_tokens=1, detokenize=False, skip_reading_prefix_cache=True, extra_args=extra

@@ -19,7 +19,7 @@ from vllm_specrollout.types import FinishedRequest, FinishReason, IntArray
 MOST_TOKENS = 1 << 22
 """Of all answers kept, prompts included: 16 MiB."""
 MOST_TIMES = 3
-"""Times that an answer is handed out: a head that sees few answers over and over gets worse."""
+"""Times that an answer is handed out, since a request that arrives ends what is computed."""
 _HELD_OUT = 10  # of so many answers one judges, and trains nothing
 
 
@@ -40,9 +40,9 @@ class AnswerRing(Listener):
 
     def __init__(self, most_tokens: int = MOST_TOKENS) -> None:
         self._most, self.num_tokens = most_tokens, 0
-        # digest of the tokens -> the answer, the oldest first, and how often it was handed out
-        self._kept: dict[bytes, KeptAnswer] = {}
-        self._times: dict[bytes, int] = {}
+        # key of the tokens -> the answer, the oldest first, and how often it was handed out
+        self._kept: dict[int, KeptAnswer] = {}
+        self._times: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -51,7 +51,7 @@ class AnswerRing(Listener):
         if ending.status is FinishReason.ABORTED or not len(ending.token_ids):
             return
         token_ids = np.concatenate([ending.prompt_ids, ending.token_ids]).astype(np.int32)
-        key = digest_of(token_ids)
+        key = key_of(token_ids)
         if key in self._kept:  # sampled again, it is as new as its newest copy, and was seen as often
             self.num_tokens -= len(self._kept.pop(key).token_ids)
         self._kept[key] = KeptAnswer(token_ids, len(ending.prompt_ids), ending.weights_version)
@@ -85,7 +85,12 @@ class AnswerRing(Listener):
                 taken.append(answer)
         return taken
 
-    def _in_order(self, keys: Iterable[bytes]) -> list[bytes]:
+    def computed(self, key: int) -> None:
+        """A trainer has it whole: it is handed out no more."""
+        if key in self._times:
+            self._times[key] = MOST_TIMES
+
+    def _in_order(self, keys: Iterable[int]) -> list[int]:
         left = [key for key in keys if self._times[key] < MOST_TIMES]
         return sorted(left, key=lambda key: (self._times[key], -len(self._kept[key].token_ids)))
 
@@ -93,6 +98,11 @@ class AnswerRing(Listener):
 def is_held_out(token_ids: IntArray) -> bool:
     """Whether an answer, [n] int32 with its prompt, judges what was learned of the others: always the same tenth."""
     return int.from_bytes(digest_of(token_ids)[:4], "little") % _HELD_OUT == 0
+
+
+def key_of(token_ids: IntArray) -> int:
+    """What it is known by on its way through the engine."""
+    return int.from_bytes(digest_of(token_ids)[:7], "little")
 
 
 def digest_of(token_ids: IntArray) -> bytes:

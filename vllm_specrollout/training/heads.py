@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,10 @@ from safetensors.torch import load_file, save_file
 
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 
+from .answers import KeptAnswer
+
+UNTRAINED = "untrained"
+"""File in the folder of a head that an engine only begins with: it drafts nothing until it has got a trained one."""
 _FILE = "model.safetensors"
 _OWN_LAYERS = {"eagle3": ("llama", "qwen3"), "eagle": ("llama",)}
 """Targets whose own kind of layer a head takes over; for all others it takes Llama's. vLLM's EAGLE heads always do."""
@@ -344,3 +348,34 @@ def _fused(head: Any, layers: torch.Tensor) -> torch.Tensor:
         parts = zip(head.fc_norm, layers.chunk(len(head.fc_norm), dim=-1), strict=True)
         layers = torch.cat([norm(part) for norm, part in parts], dim=-1)
     return head.fc(layers)
+
+
+def saved_dtype(head: Any) -> torch.dtype:
+    """That of its target's checkpoint."""
+    config = getattr(head.config, "transformer_layer_config", head.config)
+    dtype = getattr(config, "dtype", None) or torch.bfloat16
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+
+def shape_of(target: Path, start: Path | None) -> tuple[tuple[int, ...], int]:
+    """Layers whose hidden states a head takes, and how many values each has."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(str(target))
+        config = getattr(config, "text_config", config)
+        about = {} if start is None else json.loads((start / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"`{target}` or `{start}` is no model: {error}", "give folders of models") from None
+    layers = about.get("eagle_aux_hidden_state_layer_ids") or layers_of(config.num_hidden_layers)
+    return tuple(layers), config.hidden_size
+
+
+def frequent_tokens(answers: Iterable[KeptAnswer], vocab_size: int, count: int) -> list[int]:
+    """[count] token ids, ascending: those that were sampled most often."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for answer in answers:
+        own = torch.from_numpy(answer.token_ids[answer.prompt_tokens :]).long()
+        counts.index_add_(0, own, torch.ones_like(own))
+    # what was never sampled comes last, in the order of the ids
+    return sorted(counts.argsort(descending=True, stable=True)[:count].tolist())

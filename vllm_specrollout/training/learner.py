@@ -8,7 +8,7 @@ from.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -102,18 +102,25 @@ class Learner:
         self._loss = _loss_of(config.loss, self.device)
         self.retarget(output_head)
 
-    def retarget(self, output_head: torch.Tensor) -> None:
-        """The target's output head, after its weights changed."""
+    def retarget(self, output_head: torch.Tensor, embedding: torch.Tensor | None = None) -> None:
+        """The target's output head and embedding, after its weights changed."""
         self._output_head = output_head.to(self.device, torch.float32)
-        if isinstance(self.head, EagleHead):
+        is_eagle = isinstance(self.head, EagleHead)
+        if is_eagle:
             self.head.output_head = self._output_head
+        if embedding is not None:
+            own = self.head.embedding if is_eagle else self.head.embed_tokens.weight.data
+            own.copy_(embedding)
 
     def add(self, answer: Rows) -> bool:
         """Learn from an answer, or judge by it. Returns whether it is of use."""
         return self.windows.add(answer)
 
     def step(self) -> float | None:
-        """One optimiser step; its loss in nats per row, over all levels. None: nothing is left to learn from."""
+        """One optimiser step; its loss in nats per row, over all levels. None: nothing is left to learn from.
+
+        A step whose loss or gradient is no number changes no weight.
+        """
         windows = self.windows.draw(self.config.batch_rows)
         if not windows:
             return None
@@ -121,16 +128,23 @@ class Learner:
             group["lr"] = self.config.rate * min(1.0, (self.steps + 1) / _WARM)
         loss = self._loss_on(windows)
         loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self._weights, self.config.clip)
-        self._optimizer.step()
+        norm = torch.nn.utils.clip_grad_norm_(self._weights, self.config.clip)
+        if torch.isfinite(norm):
+            self._optimizer.step()
+            self.steps += 1
         self._optimizer.zero_grad(set_to_none=True)
-        self.steps += 1
         self.rows += sum(one.end - one.begin for one in windows)
-        return float(loss.detach())
+        return float(loss.detach() + 0.0 * norm)
 
     @torch.no_grad()
-    def judge(self, answers: Sequence[Rows] | None = None) -> HeadJudgement:
-        """What the head is worth on these answers, or on those held out."""
+    def judge(
+        self, answers: Sequence[Rows] | None = None, goes_on: Callable[[], bool] = lambda: True
+    ) -> HeadJudgement | None:
+        """What the head is worth on these answers, or on those held out.
+
+        Args:
+            goes_on: asked between parts of about a step's time; False: the judgement is given up.
+        """
         levels = self.config.num_levels
         windows = whole(self.windows.held_out() if answers is None else answers)
         parts = _parts_of(windows)
@@ -138,9 +152,11 @@ class Learner:
         self.head.eval()
         if parts:
             sharp = max(SHARPNESS, key=lambda one: float(self._met_on(parts[len(parts) // 2], 1, one)))
-        for part in parts:
-            met += self._met_on(part, levels, sharp)
+        done = [self._met_on(part, levels, sharp) for part in parts if goes_on()]
         self.head.train()
+        if len(done) < len(parts):
+            return None
+        met += sum(done)
         rows = sum(one.end - one.counts for one in windows)
         return HeadJudgement(tuple((met / max(rows, 1)).tolist()), sharp, rows)
 

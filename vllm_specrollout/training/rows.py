@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ class RowsPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Header(msgspec.Struct, frozen=True, array_like=True):
+    sender: str
     number: int
     dtype: str
     width: tuple[int, int]  # layers + 1, and values of each
@@ -77,7 +79,7 @@ class RowSink:
         self._socket = _socket(zmq.PUSH, address)
         self._socket.immediate = True  # where nobody listens, nothing is queued
         self._socket.connect(address)
-        self.address = address
+        self.address, self._name = address, secrets.token_hex(4)
         self.sent = self.dropped = 0
         """Steps."""
 
@@ -91,7 +93,9 @@ class RowSink:
         """
         rows = hidden.contiguous().cpu()
         width = (rows.shape[1], rows.shape[2])
-        header = _Header(self.sent + self.dropped, str(rows.dtype).removeprefix("torch."), width, list(parts))
+        header = _Header(
+            self._name, self.sent + self.dropped, str(rows.dtype).removeprefix("torch."), width, list(parts)
+        )
         frames: list[Any] = [
             msgspec.msgpack.encode(header),
             np.ascontiguousarray(token_ids, dtype="<i4"),
@@ -104,6 +108,11 @@ class RowSink:
             return False
         self.sent += 1
         return True
+
+    def send_ends(self, output_head: torch.Tensor, embedding: torch.Tensor) -> bool:
+        """What a trainer has of the target itself, [vocab, width] each, before the first rows of new weights."""
+        own = [output_head] if output_head is embedding else [output_head, embedding]
+        return self.send([], np.arange(len(output_head), dtype=np.int32), torch.stack(own, dim=1))
 
     def close(self) -> None:
         self._socket.close(linger=0)
@@ -129,9 +138,11 @@ class RowSource:
         self._path = Path(address.removeprefix("ipc://"))
         os.chmod(self._path, 0o600)
         self._open: OrderedDict[str, _OpenAnswer] = OrderedDict()
-        self._next = 0
+        self._next: dict[str, int] = {}
         self.lost = 0
-        """Steps that the engine had no room for."""
+        """Steps that engines had no room for."""
+        self.ends: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Output head and embedding, [vocab, width] each, that a target has had since; see `RowSink.send_ends`."""
 
     def __iter__(self) -> Iterator[Rows]:
         """All that come, for ever."""
@@ -150,10 +161,13 @@ class RowSource:
 
     def _take(self, said: bytes, tokens: bytes, hidden: bytes) -> Iterator[Rows]:
         header = msgspec.msgpack.decode(said, type=_Header)
-        self.lost += max(header.number - self._next, 0)
-        self._next = header.number + 1
+        self.lost += max(header.number - self._next.get(header.sender, 0), 0)
+        self._next[header.sender] = header.number + 1
         token_ids = np.frombuffer(tokens, dtype="<i4")
         rows = np.frombuffer(hidden, dtype=np.uint8).reshape(len(token_ids), header.width[0], -1)
+        if not header.parts:
+            ends = torch.from_numpy(rows.copy()).view(_DTYPES[header.dtype])
+            self.ends = ends[:, 0], ends[:, -1]
         begin = 0
         for part in header.parts:
             own = slice(begin, begin := begin + part.count)

@@ -100,6 +100,15 @@ class Windows:
         """Whether an answer was gone over as often as it may be."""
         return self._cut.get(digest, 0) >= self._passes and digest not in self._pending()
 
+    @property
+    def num_bytes(self) -> int:
+        """Of hidden states that are kept."""
+        return sum(one.hidden.nbytes for kept in (self._answers, self._judges) for one in kept.values())
+
+    def has_more(self) -> bool:
+        """Whether there is something left to learn from."""
+        return bool(self._left) or any(self._cut.get(digest, 0) < self._passes for digest in self._answers)
+
     def held_out(self) -> list[Rows]:
         return list(self._judges.values())
 

@@ -13,10 +13,10 @@ from vllm_specrollout.cluster.child import WarmDrafter
 from vllm_specrollout.cluster.mail import reach
 from vllm_specrollout.cluster.prefills import Prefills
 from vllm_specrollout.cluster.profiles import Learning, kept, of_engine
-from vllm_specrollout.config import DECOUPLED_SOURCES
+from vllm_specrollout.config import DECOUPLED_SOURCES, MODEL_SOURCES
 from vllm_specrollout.drafters.keeping import KeepsHistory
 from vllm_specrollout.errors import ForbiddenError, SpecRolloutError
-from vllm_specrollout.history.answers import Outcome
+from vllm_specrollout.history.answers import RewardOutcome
 from vllm_specrollout.history.epochs import EpochError
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.metrics import Gain
@@ -71,6 +71,26 @@ class DrafterMixin(_Base):
             return what(runner.swapper) or {}
         except SpecRolloutError as error:
             return {"cause": error.cause, "hint": error.hint, "is_forbidden": isinstance(error, ForbiddenError)}
+
+    def spec_rollout_head(self, told: Mapping[str, int]) -> dict[str, Any]:
+        """How the head does that drafts here; ranks that do not draft, and engines without a head, say nothing.
+
+        Args:
+            told: what its trainer does; it is shown with this engine's metrics.
+        """
+        runner, warm = self.model_runner, self._warm
+        if not is_first_rank() or runner.model_drafter is None:
+            return {}
+        runner.metrics.told(told)
+        positions, met = runner.metrics.met_of(MODEL_SOURCES[:1])
+        return {
+            "positions": positions,
+            "met": met,
+            "is_trained": not runner.model_drafter.is_resting,
+            "went_back": runner.model_drafter.heads.went_back,
+            "is_asleep": self._is_asleep,
+            "is_lent": warm is not None and bool(warm.address),
+        }
 
     def sleep(self, level: int = 1) -> None:
         # level 2 throws all weights away, and a trainer brings the target's alone
@@ -194,7 +214,7 @@ class DrafterMixin(_Base):
             return {"cause": error.cause, "hint": error.hint}
 
 
-_COUNTED_AS = {Outcome.REPEATED: "repeated", Outcome.UNKNOWN: "unknown"}
+_COUNTED_AS = {RewardOutcome.REPEATED: "repeated", RewardOutcome.UNKNOWN: "unknown"}
 
 
 class TrainerMixin(WeightsMixin):
@@ -214,8 +234,9 @@ class TrainerMixin(WeightsMixin):
         return {"cause": cause, "hint": "see the engine's log, and start the engine anew"}
 
     def spec_rollout_health(self) -> dict[str, Any]:
-        """`Speculator.health` of the rank that drafts; empty on the others."""
-        return self.model_runner.spec_rollout.health() if is_first_rank() else {}
+        """`Speculator.health` of the rank that drafts, and its trainer's gauges; empty on the others."""
+        runner = self.model_runner
+        return {**runner.spec_rollout.health(), "learning": runner.metrics.trainer} if is_first_rank() else {}
 
     def spec_rollout_report_rewards(self, rewards: Sequence[tuple[Sequence[str], float]]) -> dict[str, Any]:
         """Rewards of requests: for each, the names it may have (likeliest first) and a finite number.
@@ -290,6 +311,10 @@ class TrainerMixin(WeightsMixin):
             return hidden.answers_for(self.model_runner, address, most_tokens)
         except SpecRolloutError as error:
             return {"cause": error.cause, "hint": error.hint}
+
+    def spec_rollout_ends(self, address: str, have: int) -> int:
+        """Output head and embedding for a trainer; see `hidden.send_ends`."""
+        return hidden.send_ends(self.model_runner, address, have)
 
     def shutdown(self) -> None:
         runner = getattr(self, "model_runner", None)

@@ -13,14 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed import get_tp_group
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
 from vllm_specrollout.errors import UnsupportedError
-from vllm_specrollout.training.answers import AnswerRing
+from vllm_specrollout.training.answers import AnswerRing, key_of
 from vllm_specrollout.training.rows import RowSink, RowsPart
 from vllm_specrollout.types import IntArray
+from vllm_specrollout.worker.common import is_first_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,7 @@ class Tap:
         if not kept:
             return
         rows = torch.cat([torch.arange(begin, end) for _, begin, end in kept]).to(hidden.device)
-        self.sink.send(
+        is_sent = self.sink.send(
             [
                 RowsPart(name, one.begin, len(one.token_ids), one.total, one.mark["prompt_tokens"], version)
                 for name, *_ in kept
@@ -119,6 +122,9 @@ class Tap:
             np.concatenate([wanted[name].token_ids for name, *_ in kept]),
             torch.stack([column[rows] for column in (*(layers or ()), hidden)], dim=1),
         )
+        for one in (wanted[name] for name, *_ in kept) if is_sent else ():
+            if one.begin + len(one.token_ids) == one.total:
+                self.ring.computed(one.mark["key"])
 
 
 def answers_for(runner: Any, address: str, most_tokens: int) -> dict[str, Any]:
@@ -132,21 +138,60 @@ def answers_for(runner: Any, address: str, most_tokens: int) -> dict[str, Any]:
         UnsupportedError: the tokens do not tell all that an answer came of.
     """
     _check(runner.vllm_config)
-    tap = runner.tap
-    if tap is None or tap.sink.address != address:
-        made = Tap(address, AnswerRing() if tap is None else tap.ring)
-        if tap is None:
-            runner.spec_rollout.listeners.append(made.ring)
-        else:
-            tap.sink.close()
-        runner.tap = tap = made
+    tap = _tap_of(runner, address)
     version = runner.weights_version.number
     # one token is sampled behind them, which needs room
     most = runner.max_model_len - 1
     answers = [
-        (min(one.prompt_tokens, most), one.token_ids[:most].tolist()) for one in tap.ring.take(version, most_tokens)
+        (min(one.prompt_tokens, most), key_of(one.token_ids), one.token_ids[:most].tolist())
+        for one in tap.ring.take(version, most_tokens)
     ]
     return {"version": version, "answers": answers}
+
+
+def send_ends(runner: Any, address: str, have: int) -> int:
+    """Send what a trainer has of the target itself, if its weights are others by now; every rank takes part.
+
+    Args:
+        have: version of what was sent last; a trainer has those of version 0 from the target's folder.
+
+    Returns:
+        The version that was sent last.
+    """
+    version = runner.weights_version.number
+    if version == have:
+        return have
+    parts = [one for one in runner.get_model().modules() if isinstance(one, VocabParallelEmbedding)]
+    heads = [one for one in parts if isinstance(one, ParallelLMHead)]
+    embedding, output_head = (_whole(one) for one in (parts[0], (heads or parts)[0]))
+    if not is_first_rank() or embedding is None or output_head is None:
+        return have
+    if torch.equal(embedding, output_head):
+        embedding = output_head
+    return version if _tap_of(runner, address).sink.send_ends(output_head, embedding) else have
+
+
+def _whole(part: VocabParallelEmbedding) -> torch.Tensor | None:
+    """[vocab, width] without what ranks pad it by; None: this rank does not have it."""
+    group = get_tp_group()
+    weight = part.weight.data if group.world_size == 1 else group.gather(part.weight.data, dst=0, dim=0)
+    return None if weight is None or not weight.numel() else weight[: part.org_vocab_size]
+
+
+def _tap_of(runner: Any, address: str) -> Tap:
+    """That to this address; another one is closed."""
+    tap = runner.tap
+    if tap is not None and tap.sink.address == address:
+        return tap
+    listeners = runner.spec_rollout.listeners
+    ring = next((one for one in listeners if isinstance(one, AnswerRing)), None)
+    if ring is None:
+        listeners.append(ring := AnswerRing())
+    made = Tap(address, ring)
+    if tap is not None:
+        tap.sink.close()
+    runner.tap = made
+    return made
 
 
 def _check(vllm_config: VllmConfig) -> None:

@@ -17,8 +17,8 @@ from vllm_specrollout.budgets.profile import (
     Draft,
     Profile,
     ProfileKey,
+    ProfileSweep,
     RandomDrafter,
-    Sweep,
     shape_hash,
     shuffled,
     undisturbed,
@@ -117,7 +117,7 @@ def measure(
         timings = []
         for i, batch in enumerate(batches):
             on_batch(i, len(batches))
-            sweep = Sweep(kinds)
+            sweep = ProfileSweep(kinds)
             runner.spec_rollout.budget = sweep
             runner.spec_rollout.replace_drafters([RandomDrafter(vocab_size, sweep)])
             _run(llm, batch, vocab_size, sweep, rounds * len(kinds))
@@ -128,7 +128,7 @@ def measure(
         engine.engine_core.shutdown()
 
 
-def _run(llm: Any, batch: int, vocab_size: int, sweep: Sweep, steps: int) -> None:
+def _run(llm: Any, batch: int, vocab_size: int, sweep: ProfileSweep, steps: int) -> None:
     """`steps` decode steps of so many requests, the first rounds of them not recorded."""
     engine = llm.llm_engine
     names = [f"profile-{batch}-{i}" for i in range(batch)]

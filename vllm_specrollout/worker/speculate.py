@@ -21,9 +21,11 @@ from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.history.texts import Texts
 from vllm_specrollout.history.vocabulary import Vocabulary
+from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.metrics import Metrics
 from vllm_specrollout.replay.recorder import Recorder
 from vllm_specrollout.speculator import Speculator
+from vllm_specrollout.training.answers import AnswerRing
 from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.common import config_of, is_first_rank
 from vllm_specrollout.worker.profiling import seed_from_profile
@@ -134,7 +136,9 @@ def make_speculator(vllm_config: VllmConfig, runner: str) -> tuple[Speculator, M
     proposers = drafters.build(config, vocabulary, make_texts) if is_first_rank() else []
     metrics = Metrics(config.sources)
     recorder = recorder_of(config, vllm_config, runner)
-    listeners = [metrics, *([] if recorder is None else [recorder])]
+    listeners: list[Listener] = [metrics, *([] if recorder is None else [recorder])]
+    if config.train.mode == "auto" and is_first_rank():
+        listeners.append(AnswerRing())  # what ends before a trainer asks is learned from too
     speculator = Speculator(
         proposers, budget, vocab_size=vocabulary.size, listeners=listeners, time_share=config.time_share
     )

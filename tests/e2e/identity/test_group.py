@@ -251,6 +251,7 @@ def test_weights_pushed_amid_a_batch_give_the_tokens_behind_those_that_had_come(
     group: SpecGroup, truth: Any, other: str, path: str
 ) -> None:
     requests, wanted, changed = truth
+    requests = anew(requests, "amid")
     stream = group.stream([case.prompt for case in requests], [case.params for case in requests])
     found = dict([next(stream)])
     version = group.update_weights(weights_path=other)

@@ -18,8 +18,8 @@ from vllm_specrollout.budgets.profile import (
     Draft,
     Profile,
     ProfileKey,
+    ProfileSweep,
     RandomDrafter,
-    Sweep,
     drafts,
     random_tree,
     shape_hash,
@@ -135,7 +135,7 @@ def test_drafts_have_the_size_and_the_paths_asked_for(draft: Draft) -> None:
 
 
 def test_the_sweep_goes_through_all_kinds_and_asks_for_what_it_drafts() -> None:
-    sweep = Sweep(drafts())
+    sweep = ProfileSweep(drafts())
     drafter = RandomDrafter(50, sweep)
     view = RequestView("r", np.zeros(4, np.int32), 2, 1000)
     batch = RequestBatch.of([view, dataclasses.replace(view, request_id="line", shape=DraftMode.CHAIN)])
@@ -151,7 +151,7 @@ def test_the_sweep_goes_through_all_kinds_and_asks_for_what_it_drafts() -> None:
 
 
 def test_only_decode_steps_of_the_timed_rounds_count() -> None:
-    sweep = Sweep(drafts())
+    sweep = ProfileSweep(drafts())
     record = StepRecord(None, empty_trees([]), nothing_accepted(0))
     sweep.observe(dataclasses.replace(record, timing=_step()))
     sweep.is_recording = True

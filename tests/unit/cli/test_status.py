@@ -195,3 +195,18 @@ def test_the_command_says_it_and_ends_with_1_where_somebody_must_act(server: tup
 def test_an_address_that_says_nothing_is_an_error(server: tuple[str, Shown], path: str | None, cause: str) -> None:
     with pytest.raises(ConfigError, match=cause):
         read_metrics("localhost:8000" if path is None else server[0] + path)
+
+
+def test_a_head_that_learns_is_told_of_with_its_rates_and_its_trainer() -> None:
+    shown = Shown()
+    shown.decode(10, 30, 1.0, 2.0)
+    assert "learning" not in shown.says()
+    shown.set("trainer_rows", 61000)
+    shown.set("trainer_seconds", 21)
+    for when, share in (("at publication", 0.74), ("now", 0.71)):
+        shown.set("head_match_rate", share, when)
+    for state in ("resting", "halted", "training"):
+        shown.set("trainer_state", state == "halted", state)
+    assert shown.says().splitlines()[1] == (
+        "  learning        met 71% of the time, 74% at its publication; trainer halted, 61000 rows in 21 s"
+    )

@@ -12,7 +12,7 @@ from vllm_specrollout.config import (
     parse,
     parse_request,
 )
-from vllm_specrollout.config.budgets import OPTIONS, DasOptions, Options, TltOptions
+from vllm_specrollout.config.budgets import OPTIONS, BudgetOptions, DasOptions, TltOptions
 from vllm_specrollout.errors import ConfigError
 
 HERE = Path(__file__).parent
@@ -235,4 +235,4 @@ def test_what_the_user_set_outranks_what_a_budget_brings():
 def test_the_default_of_every_option_is_one_that_may_be_set(name):
     defaults = dataclasses.asdict(OPTIONS[name]())
     assert parse({"budget": {"name": name, **defaults}}).budget_options == OPTIONS[name]()
-    assert bool(defaults) == (OPTIONS[name] is not Options)
+    assert bool(defaults) == (OPTIONS[name] is not BudgetOptions)

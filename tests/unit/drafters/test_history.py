@@ -14,7 +14,7 @@ from tests.reference.trees import check
 from tests.unit.history.stored import answers_in
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.drafters.history import HistoryDrafter
-from vllm_specrollout.history.answers import Outcome
+from vllm_specrollout.history.answers import RewardOutcome
 from vllm_specrollout.history.index_cache import IndexCache
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.types import FinishedRequest, FinishReason, RequestView
@@ -158,10 +158,10 @@ def test_an_answer_that_was_never_drafted_for_is_kept_all_the_same(drafter: _Dra
 def test_a_request_that_ended_without_a_token_runs_no_longer_and_leaves_no_answer(drafter: _Drafter) -> None:
     view = RequestView("gone", np.asarray(PROMPT, np.int32), len(PROMPT), 100, problem_id="p", name="gone")
     drafter.admit(view)
-    assert drafter.report_reward(["gone"], 1.0) is Outcome.EARLY
+    assert drafter.report_reward(["gone"], 1.0) is RewardOutcome.EARLY
     nothing = np.zeros(0, np.int32)
     drafter.finish(FinishedRequest("gone", "p", nothing, nothing, FinishReason.ABORTED, name="gone"))
-    assert drafter.report_reward(["gone"], 1.0) is Outcome.UNKNOWN
+    assert drafter.report_reward(["gone"], 1.0) is RewardOutcome.UNKNOWN
     assert not answers_in(drafter.store, "p")
 
 
@@ -203,12 +203,12 @@ def test_a_reward_that_came_before_its_requests_end_counts_among_siblings() -> N
 
 def test_a_reward_finds_its_request_before_and_after_its_end(drafter: _Drafter) -> None:
     _drafts(drafter, _view("a", ANSWER))
-    assert drafter.report_reward(["a"], 7.0) is Outcome.EARLY
-    assert drafter.report_reward(["a"], 1.0) is Outcome.REPEATED
+    assert drafter.report_reward(["a"], 7.0) is RewardOutcome.EARLY
+    assert drafter.report_reward(["a"], 1.0) is RewardOutcome.REPEATED
     _finish(drafter, "a", ANSWER)
     assert answers_in(drafter.store, "p")[0].reward == 1.0
-    assert drafter.report_reward(["a-0", "a"], 2.0) is Outcome.REPEATED
-    assert drafter.report_reward(["nobody"], 2.0) is Outcome.UNKNOWN
+    assert drafter.report_reward(["a-0", "a"], 2.0) is RewardOutcome.REPEATED
+    assert drafter.report_reward(["nobody"], 2.0) is RewardOutcome.UNKNOWN
 
 
 def test_it_survives_a_restart(tmp_path: Any) -> None:

@@ -13,7 +13,7 @@ from tests.drafters import ask
 from tests.unit.history.stored import answers_in
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.drafters.looked_up import LookedUpHistory
-from vllm_specrollout.history.answers import Outcome
+from vllm_specrollout.history.answers import RewardOutcome
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.history.texts import Texts
 from vllm_specrollout.types import FinishedRequest, FinishReason, RequestView
@@ -72,12 +72,12 @@ def test_an_answer_that_ended_drafts_for_its_siblings_with_the_reward_that_came_
         drafter = _drafter()
         ask(drafter, [_view("a"), _view("b")])
         if is_early:
-            assert drafter.report_reward(["a-0", "a"], 1.0) is Outcome.EARLY
+            assert drafter.report_reward(["a-0", "a"], 1.0) is RewardOutcome.EARLY
         _finish(drafter, "a")
         if not is_early:
-            assert drafter.report_reward(["a-0", "a"], 1.0) is Outcome.RECORDED
+            assert drafter.report_reward(["a-0", "a"], 1.0) is RewardOutcome.RECORDED
         assert [weight for _, weight in _shown(drafter, "b")] == [8]
-        assert drafter.report_reward(["nobody"], 1.0) is Outcome.UNKNOWN
+        assert drafter.report_reward(["nobody"], 1.0) is RewardOutcome.UNKNOWN
 
 
 def test_siblings_are_the_running_requests_of_a_problem_and_epoch_in_the_order_they_came() -> None:

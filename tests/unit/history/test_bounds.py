@@ -13,7 +13,7 @@ from tests.unit.history.poisoned import filled
 from tests.unit.history.stored import answers_in
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history import epochs, store
-from vllm_specrollout.history.answers import Answer, Outcome
+from vllm_specrollout.history.answers import Answer, RewardOutcome
 from vllm_specrollout.history.database import Database, files
 from vllm_specrollout.history.epochs import EpochGuess
 from vllm_specrollout.history.store import HistoryStore
@@ -46,8 +46,8 @@ def test_problems_that_never_come_back_are_forgotten_the_oldest_first(
     assert stats.evicted == 500 - stats.answers and not stats.write_errors
     found = [number for number in range(500) if answers_in(kept, f"one-off-{number}")]
     assert found == list(range(500 - stats.answers, 500)) and len(found) >= 60
-    assert kept.report_reward("r3", 1.0) is Outcome.UNKNOWN
-    assert kept.report_reward("r499", 1.0) is Outcome.RECORDED
+    assert kept.report_reward("r3", 1.0) is RewardOutcome.UNKNOWN
+    assert kept.report_reward("r499", 1.0) is RewardOutcome.RECORDED
     assert answers_in(kept, "one-off-499")[0].reward == 1.0 and answers_in(kept, "one-off-498")[0].reward is None
 
 
@@ -107,7 +107,7 @@ def test_an_answer_that_no_row_can_hold_is_counted_and_hurts_nobody(
     kept.append(make_answer("long", **change))
     kept.append(make_answer("short"))
     assert [answer.request_id for answer in answers_in(kept, "p")] == ["short"]
-    assert kept.stats().write_errors == 1 and kept.report_reward("long", 1.0) is Outcome.UNKNOWN
+    assert kept.stats().write_errors == 1 and kept.report_reward("long", 1.0) is RewardOutcome.UNKNOWN
 
 
 def test_rewards_take_no_room_however_often_they_are_reported(tmp_path: Path, make_answer: MakeAnswer) -> None:
@@ -115,7 +115,7 @@ def test_rewards_take_no_room_however_often_they_are_reported(tmp_path: Path, ma
     kept.append(make_answer("a"))
     for number in range(1000):
         kept.report_reward("a", number)
-    assert kept.report_reward("a", 999) is Outcome.REPEATED and not kept._due
+    assert kept.report_reward("a", 999) is RewardOutcome.REPEATED and not kept._due
     kept.close()
     assert (tmp_path / "answers-0000.history").stat().st_size < 10_000
     assert answers_in(HistoryStore(HistoryConfig(dir=str(tmp_path))), "p")[0].reward == 999.0

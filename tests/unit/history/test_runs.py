@@ -10,7 +10,7 @@ import pytest
 
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.history.answers import Answer, Outcome
+from vllm_specrollout.history.answers import Answer, RewardOutcome
 from vllm_specrollout.history.database import Database, Reward
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.types import FinishReason
@@ -59,9 +59,9 @@ def test_an_id_of_any_length_is_kept_as_a_digest_and_gets_its_reward(tmp_path: P
     store, ids = HistoryStore(HistoryConfig(dir=str(tmp_path))), ["a" * (1 << 20), "b" * (1 << 20), "c" * 256]
     for one in ids:
         store.arrived("p", one)
-        assert store.report_reward(one, 0.5) is Outcome.EARLY
+        assert store.report_reward(one, 0.5) is RewardOutcome.EARLY
         store.append(dataclasses.replace(answer("x"), request_id=one))
-        assert store.report_reward(one, 1.0) is Outcome.REPEATED
+        assert store.report_reward(one, 1.0) is RewardOutcome.REPEATED
     names = [row.request.decode() for row in store._folder.own.rows()]
     assert len(set(names)) == 3 and max(map(len, names)) <= 256 and names[2] == ids[2]
     assert set(store._requests) == set(names) and store.stats().memory_bytes < 4096

@@ -15,7 +15,7 @@ from tests.unit.history.poisoned import change, filled
 from tests.unit.history.stored import answers_in
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.history.answers import Answer, Outcome
+from vllm_specrollout.history.answers import Answer, RewardOutcome
 from vllm_specrollout.history.epochs import EpochError
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.types import FinishReason
@@ -58,14 +58,14 @@ def test_answers_of_epochs_beyond_the_window_are_dropped(config, make_answer):
 def test_a_reward_is_kept_with_its_answer(config, make_answer):
     store = HistoryStore(config)
     store.append(make_answer("a"))
-    assert store.report_reward("a", 0.5) is Outcome.RECORDED
+    assert store.report_reward("a", 0.5) is RewardOutcome.RECORDED
     assert answers_in(store, "p")[0].reward == 0.5
-    assert store.report_reward("a", 0) is Outcome.REPEATED
+    assert store.report_reward("a", 0) is RewardOutcome.REPEATED
     assert answers_in(store, "p")[0].reward == 0.0
     store.begin_epoch()
     store.append(make_answer("b", epoch=0))
-    assert store.report_reward("b", 1.0) is Outcome.LATE
-    assert store.report_reward("c", 1.0) is Outcome.UNKNOWN
+    assert store.report_reward("b", 1.0) is RewardOutcome.LATE
+    assert store.report_reward("c", 1.0) is RewardOutcome.UNKNOWN
     assert store.stats().rewards == {"recorded": 1, "repeated": 1, "late": 1, "early": 0, "unknown": 1}
 
 
@@ -73,12 +73,12 @@ def test_a_reward_before_the_end_of_its_request_is_kept_for_it(config, make_answ
     store = HistoryStore(config)
     store.arrived("p", "a")
     store.arrived("p", "b")
-    assert store.report_reward("a", 2.0) is Outcome.EARLY
-    assert store.report_reward("b", 3.0) is Outcome.EARLY
+    assert store.report_reward("a", 2.0) is RewardOutcome.EARLY
+    assert store.report_reward("b", 3.0) is RewardOutcome.EARLY
     assert store.append(make_answer("a")).reward == 2.0
     store.ended("b")
     assert answers_in(store, "p")[0].reward == 2.0
-    assert store.report_reward("b", 3.0) is Outcome.UNKNOWN
+    assert store.report_reward("b", 3.0) is RewardOutcome.UNKNOWN
 
 
 def test_a_reward_goes_to_the_latest_answer_of_that_name(config, make_answer):
@@ -197,8 +197,8 @@ def test_a_store_in_memory_is_bounded_and_drops_its_oldest_answers(make_answer):
     stats = store.stats()
     assert stats.memory_bytes <= 1 << 20 and stats.evicted == 30 - stats.answers > 0
     assert names(store) == [str(n) for n in range(stats.evicted, 30)]
-    assert store.report_reward("0", 1.0) is Outcome.UNKNOWN
-    assert store.report_reward("29", 1.0) is Outcome.RECORDED
+    assert store.report_reward("0", 1.0) is RewardOutcome.UNKNOWN
+    assert store.report_reward("29", 1.0) is RewardOutcome.RECORDED
 
 
 def test_a_restart_finds_everything_again(on_disk, make_answer, same):
@@ -213,7 +213,7 @@ def test_a_restart_finds_everything_again(on_disk, make_answer, same):
     (found,) = answers_in(again, "p")
     assert found.reward == 4.0 and np.array_equal(found.token_ids, answer.token_ids)
     # its request was another run's
-    assert again.report_reward("a", 1.0) is Outcome.UNKNOWN
+    assert again.report_reward("a", 1.0) is RewardOutcome.UNKNOWN
 
 
 def test_engines_that_share_a_directory_see_each_others_answers(on_disk, make_answer):
@@ -392,7 +392,7 @@ def test_a_store_is_a_list_of_answers_with_a_window_whenever_it_writes_and_howev
             store, asked = HistoryStore(config, **background), []
         elif asked:
             name, reward = chance.choice(asked), float(chance.randrange(3))
-            assert (store.report_reward(name, reward) is not Outcome.UNKNOWN) == naive.report_reward(name, reward)
+            assert (store.report_reward(name, reward) is not RewardOutcome.UNKNOWN) == naive.report_reward(name, reward)
         while tasks and chance.random() < 0.5:
             tasks.pop(0)()
         for problem in ("p0", "p1", "p2"):

@@ -42,6 +42,7 @@ from vllm_specrollout.worker.models.proposing import (
     WaitingRows,
     first_rows,
     have_prompts,
+    is_untrained,
     rows_that_hold,
 )
 
@@ -131,6 +132,7 @@ def join(runner: Any, proposer: Proposer, noise: NoiseAhead) -> ModelDrafter:
     source = len(config_of(runner.vllm_config).drafters)
     drafter = ModelDrafter(proposer, noise, source, Ranks(runner, runner.drafting))
     drafter.heads.weights_version = lambda: runner.weights_version.computed
+    drafter.is_resting = is_untrained(proposer.of_vllm)
     runner.spec_rollout.replace_drafters([*runner.spec_rollout.drafters, drafter])
     runner.metrics.bounded(drafter.name, drafter.most_tokens)
     return drafter
@@ -325,6 +327,7 @@ class ModelDrafter(BaseDrafter):
 
     def renew(self) -> None:
         """Its weights are others: what was learned of the old ones counts for little, and failures for nothing."""
+        self.is_resting = False
         self.acceptance.renew(self.source, self.num_sources)
         self.coupling.fade()
         self._unsound, self._unmet, self._was_met = 0, 0, False

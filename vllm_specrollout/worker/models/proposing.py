@@ -18,6 +18,7 @@ import torch
 
 from vllm_specrollout.drafters.base import UNBOUNDED
 from vllm_specrollout.errors import UnsupportedError
+from vllm_specrollout.training.heads import UNTRAINED
 from vllm_specrollout.types import IntArray, RequestView, TreeBatch, VerifyResult
 from vllm_specrollout.worker.request import Admission
 
@@ -107,6 +108,11 @@ def path_of(proposer: Any) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(config.model, revision=config.revision, local_files_only=True))
+
+
+def is_untrained(proposer: Any) -> bool:
+    """Whether it was only made to be loaded, and drafts nothing until it gets other weights."""
+    return (path_of(proposer) / UNTRAINED).exists()
 
 
 class Proposer:

@@ -314,7 +314,10 @@ class Lane(SpecRolloutV2):
         scheduler_output.num_spec_tokens_to_schedule = self.max_draft_tokens
         self.drafts.may_branch = self._may_branch(step.num_running) and self.drafting.withheld.may_branch
         self.drafts.most = self._most
-        self.drafts.model = self.model_drafter
+        model = self.model_drafter
+        if model is not None:
+            self.drafts.is_covered = model.is_resting or (self._may_skip and self.drafts.is_covered)
+        self.drafts.model = None if model is None or model.is_resting else model
         self.drafts.is_paused = self.drafting.steps_off(step.number + 1, step.num_running) > 0
         return scheduler_output
 
@@ -359,6 +362,8 @@ class Lane(SpecRolloutV2):
         metadata, slots, hidden, layers, *others = args
         _, path, num_sampled = self.step.accepted
         batch, (hidden, *moved) = accepted_first(batch, path, num_sampled, [hidden, *(layers or ())])
+        # later passes write their own slots where vLLM keeps the step's
+        self._commit()
         return batch, (metadata, slots, hidden, moved if layers else layers, *others)
 
     def _withhold(self, names: list[str]) -> str:

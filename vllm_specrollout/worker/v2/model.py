@@ -23,7 +23,7 @@ from vllm_specrollout.kernels.tree_verify.kernel import noise_of
 from vllm_specrollout.observe.heads import Heads
 from vllm_specrollout.patches import features
 from vllm_specrollout.types import RequestView, TreeBatch, VerifyResult
-from vllm_specrollout.worker.models.proposing import most_tokens, without_adapters
+from vllm_specrollout.worker.models.proposing import is_untrained, most_tokens, without_adapters
 from vllm_specrollout.worker.v2.beams import Beams
 
 WATCHED_EVERY = 8
@@ -87,6 +87,7 @@ class DeviceModel(LateDrafts):
         self._watched: tuple[torch.Tensor, torch.Tensor] | None = None
         self._steps = 0
         self._is_philox = features.installed().v2_noise == "philox"
+        self.is_resting = is_untrained(of_vllm)
         of_vllm.sample_draft = self._sample
         without_adapters(of_vllm.model, target)
         # it is run for all requests, those beyond its own context as well, of whose drafts nothing is taken
@@ -249,3 +250,4 @@ class DeviceModel(LateDrafts):
         self.acceptance.renew(self.source, self.num_sources)
         self.coupling.fade()
         self._watched = None
+        self.is_resting = False

@@ -256,12 +256,7 @@ class SpecRolloutV2(_Base):
                     state.aux_hidden_states,
                 )
         output = super().sample_tokens(grammar_output)
-        if self.step.accepted is not None:
-            # before anything reads the KV cache, but behind the tokens that the host waits for
-            assert self.mover is not None and self.inputs.slots is not None
-            with self.times.of("commit"):
-                self.mover.move(self.inputs.slots, *self.step.accepted)
-            self.step.accepted = None
+        self._commit()
         if batch is None or output is None or self.shape[0] is DraftMode.OFF:
             return output
         self.tokens_ready.record(self.output_copy_stream)
@@ -276,6 +271,15 @@ class SpecRolloutV2(_Base):
             own = output.model_runner_output
             output.model_runner_output = SpecRolloutOutput.carrying(own, None, report, counts, judged)
         return output
+
+    def _commit(self) -> None:
+        """Bring what was accepted of a step's trees together, if it had any and that was not done yet: before anything
+        reads the KV cache, but behind the tokens that the host waits for."""
+        if self.step.accepted is not None:
+            assert self.mover is not None and self.inputs.slots is not None
+            with self.times.of("commit"):
+                self.mover.move(self.inputs.slots, *self.step.accepted)
+            self.step.accepted = None
 
     def _remember(self, output: Any, batch: InputBatch) -> None:
         """Note the step as in flight; nobody waits for it before drafts need its tokens."""

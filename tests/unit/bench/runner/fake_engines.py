@@ -46,9 +46,6 @@ class FakeProcess:
     def _look(self, prompt, params, at, candidates):
         return {"token_ids": [0] * at, "logits": [0.0, -40.0], "width": 9}
 
-    def _order_queue(self, longest_first):
-        pass
-
     def _rpc(self, method, **_):
         self.calls.append(method)
         switches = {"switches": 1, "mind_changes": 0, "steps_on": 3, "steps_off": 2}

@@ -6,9 +6,9 @@ from rich.console import Console
 
 from bench.policy.reward import problems
 from bench.runner.report import print_all
+from bench.runner.stretches import Stretch
 from bench.scenarios.rollout import Explained, explained_text, reasons_text, slowest
 from tests.unit.report.test_walk import recorded
-from vllm_specrollout.report.stretches import Stretch
 
 ANSWERS = {"a": list(range(1, 20)), "b": list(range(100, 112))}
 

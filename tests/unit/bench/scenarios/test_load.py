@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.scenarios.load import PATTERNS, pattern, tail, tail_ratio
+from bench.scenarios.load import PATTERNS, pattern, tail_ratio
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -19,10 +19,3 @@ def test_a_drain_has_a_long_tail_and_a_fill_ends_with_most_requests_running() ->
     fill = pattern("fill", 64, 96)
     assert fill.arrives_after[0] == 0 and fill.arrives_after.count(0) == 1
     assert fill.lengths.count(96) >= 58
-
-
-def test_the_tail_mixes_the_shortest_with_the_longest() -> None:
-    sizes = list(range(100))
-    chosen = tail(sizes, 0, 10, 2)
-    assert sorted(chosen) == [*range(10), 98, 99]
-    assert chosen == tail(sizes, 0, 10, 2) != sorted(chosen)

@@ -1,10 +1,10 @@
 """What a sweep's cells come to. Runs are made by hand."""
 
-from bench.runner.budgets import AUTO, Budget
+from bench.runner.budgets import AUTO, Budget, told
 from bench.runner.report import Found
 from bench.runner.rows import Judged, Pair, Run
 from bench.scenarios import sweep
-from bench.scenarios.sweep import Cell, Sweep, cell_text, is_hopeless, summary
+from bench.scenarios.sweep import Cell, Sweep, is_hopeless, summary
 
 THREE, SEVEN = (Budget(name="fixed", max_draft_tokens=n) for n in (3, 7))
 
@@ -35,7 +35,7 @@ def test_no_speed_is_told_in_a_cell_where_one_output_differs() -> None:
         assert [row.is_proven for row in rows] == [True, not judged.differences]
         assert all(row.speedup is row.makespan_s is row.auto_to_best is None for row in rows)
         assert summary(rows)["num_not_comparable"] == 1
-        assert cell_text(rows).endswith(("a proven tie: " if judged.ties else "not comparable: ") + text)
+        assert list(told(rows))[1:] == [f"fixed, batch 1: {'a proven tie: ' if judged.ties else ''}{text}"]
         assert rows[1].ties == judged.ties and Found(rows=rows).is_passed == bool(judged.ties)
 
 
@@ -43,7 +43,7 @@ def test_one_difference_that_is_no_tie_fails_whatever_else_was_proven() -> None:
     given = {AUTO: pairs(2.0, tokens=(1, 3)), THREE: pairs(1.0)}
     rows = cell_rows(Cell(batch=1, accuracy=0.5), given, {AUTO: Judged(["a tie"], ["far apart"])})
     assert (rows[0].ties, rows[0].difference, rows[0].is_proven) == (["a tie"], "far apart", False)
-    assert not Found(rows=rows).is_passed and cell_text(rows).endswith("not comparable: far apart")
+    assert not Found(rows=rows).is_passed and "auto, batch 1: far apart" in told(rows)
 
 
 def test_the_summary_names_the_worst_cell_of_each_criterion() -> None:
@@ -63,9 +63,3 @@ def test_longer_drafts_are_given_up_only_after_a_clear_loss() -> None:
 def test_larger_batches_generate_fewer_tokens_unless_told() -> None:
     assert Sweep().tokens_of(1) > Sweep().tokens_of(16) > Sweep().tokens_of(64)
     assert Sweep(tokens=9).tokens_of(64) == 9
-
-
-def test_the_policys_drafters_have_no_accuracy_to_set() -> None:
-    scenario = Sweep(is_policy=True).resolved()
-    assert [cell.accuracy for cell in scenario.cells()] == [None] * len(scenario.batches)
-    assert scenario.spec_rollout()["drafters"] == ["ngram"]

@@ -5,6 +5,7 @@ import itertools
 import json
 import statistics
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,9 +14,17 @@ pytest.importorskip("aiohttp")
 import aiohttp
 from aiohttp import web
 
-from bench.soak.load import CHOICES, GRAMMAR, GRAMMARS, MOST_CHOICES, Lost, Mix, arrivals, ask
+from bench.soak.load import CHOICES, GRAMMAR, GRAMMARS, MOST_CHOICES, Lost, arrivals, ask
 
-(PLAIN,) = (replace(one, leaves_after=None) for one in itertools.islice(arrivals(1, 1.0, Mix(grammar=0, choices=0)), 1))
+
+def first(count, seed=3, per_second=4.0, checked=0.1, **mix):
+    usual = {"recurring": 0.5, "pool": 32, "grammar": 0.1, "choices": 0.1, "leaving": 0.1}
+    return list(
+        itertools.islice(arrivals(SimpleNamespace(seed=seed, rate=per_second, **{**usual, **mix}), checked), count)
+    )
+
+
+PLAIN = replace(first(1, seed=1, per_second=1.0, grammar=0, choices=0)[0], leaves_after=None)
 PAIR = replace(PLAIN, num_answers=2)
 
 
@@ -105,10 +114,6 @@ def test_a_body_says_what_the_plan_says_and_stock_is_told_nothing_of_ours():
 
 
 SOME = 2000
-
-
-def first(count, seed=3, per_second=4.0, **mix):
-    return list(itertools.islice(arrivals(seed, per_second, Mix(**mix)), count))
 
 
 def test_one_seed_is_one_plan_and_a_longer_run_begins_like_a_shorter_one():

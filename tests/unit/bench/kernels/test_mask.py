@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.kernels.mask import ancestor_mask
 from tests.reference.trees import path_to
-from vllm_specrollout.trees.mask import ancestor_mask
 from vllm_specrollout.types import ROOT
 
 

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.runner.stretches import Stretch, stretches_of
 from tests.unit.report.test_walk import ORDERS, recorded
 from vllm_specrollout.report.rollouts import Steps, steps_of
-from vllm_specrollout.report.stretches import Stretch, stretches_of
 from vllm_specrollout.report.walk import Walk, walk
 
 

@@ -1,4 +1,4 @@
-"""Masks of tree attention: which nodes of a draft tree see which.
+"""The mask of a draft tree, node by node: which nodes see which. What makes one for an engine is a kernel.
 
 May enter: the carriers and numpy. May not: torch, vLLM.
 """
