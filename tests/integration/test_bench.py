@@ -95,7 +95,7 @@ def check_explained(explained, row, output):
         assert (stretches[0]["first"], stretches[-1]["end"]) == (0, one["num_tokens"])
         assert all(a["end"] == b["first"] for a, b in zip(stretches, stretches[1:], strict=False))
         assert 0.0 <= stretches[0]["begin_ms"] < stretches[-1]["end_ms"] <= one["finish_s"] * 1e3 + 1e3
-        known = {"prompt", "fixed", "nothing proposed", "nothing to draft", "left out"}
+        known = {"prompt", "fixed", "nothing proposed", "off: nothing to draft", "left out"}
         assert known >= {name for s in stretches for name in s["reasons"]}
         steps += sum(sum(s["reasons"].values()) - s["reasons"].get("prompt", 0) for s in stretches)
         nodes += sum(s["nodes"] for s in stretches)
