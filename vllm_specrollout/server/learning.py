@@ -267,6 +267,8 @@ class HeadLearning:
             for old in self._parent.numbers_in(self.folder)[:-_KEPT]:
                 if old and old not in (self.number, self.parent):
                     shutil.rmtree(self.folder / str(old), ignore_errors=True)
+        # an engine that is called may hear nothing more for long
+        yield Call("spec_rollout_head", (self.as_dict(),))
 
     def as_dict(self) -> dict[str, int]:
         """What is shown of head and trainer; all but numbers of heads by names of `observe.metrics`."""
