@@ -253,7 +253,11 @@ class HeadLearning:
         try:
             yield from loading(self._head(number))
         except WeightsError as error:
-            logger.warning("Spec rollout: head %d cannot be loaded: %s", number, error.cause)
+            why = f"head {number} cannot be loaded: {error.cause}"
+            if self._trainer is not None:
+                self._trainer.give_up(why)  # nor would another one
+            else:
+                logger.warning("Spec rollout: %s", why)
             return
         self.number, self.parent = number, self.number
         self._rates.begin_anew()

@@ -154,8 +154,8 @@ class TrainerProcess:
                 done = msgspec.structs.replace(self.wish, learning=self.said.ended)
                 self.duty = msgspec.structs.replace(self.duty, done=done)
         except DrafterProcessError as error:
-            self.error = str(error)
-            logger.warning("Spec rollout: the head learns no more: %s", error.cause)
+            self.give_up(error.cause)
+            return self.said
         while self._socket.poll(0):
             said = msgspec.msgpack.decode(self._socket.recv(), type=Said)
             if not self._process.is_ready:
@@ -165,6 +165,11 @@ class TrainerProcess:
                 self._process.restarts = 0  # it gets on
             self.said = said
         return self.said
+
+    def give_up(self, why: str) -> None:
+        self.error = why
+        logger.warning("Spec rollout: the head learns no more: %s", why)
+        self.stop()
 
     def serves(self, head: Path) -> None:
         """The engine drafts with another head by now."""

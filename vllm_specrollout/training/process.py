@@ -48,6 +48,7 @@ from .spot import IDLE_JUDGEMENTS
 STATE = "training.pt"
 _TELL_S = 0.1
 _WAIT_MS = 50  # with nothing to do
+_APART = 1.0 + 2.0**-6  # what is left of it in bfloat16
 _State = dict[str, torch.Tensor]
 
 
@@ -305,6 +306,8 @@ def make_head(
         save_eagle(head, made, saved_dtype(head))
     else:
         head = new_head(target, Source(str(target), layers, width), num_levels, draft_vocab)
+        # it begins as the target's own, which vLLM would share: then no head could bring another one
+        head.lm_head.weight.data *= _APART
         save_head(head, made, saved_dtype(head))
     (made / UNTRAINED).touch()
     with suppress(OSError):  # another engine was faster

@@ -41,6 +41,9 @@ class FakeTrainer:
     def serves(self, head: Path) -> None:
         self.served.append(head.name)
 
+    def give_up(self, why: str) -> None:
+        self.error = why
+
     def stop(self) -> None:
         self.error = "stopped"
 
@@ -182,12 +185,14 @@ def test_an_engine_that_went_back_has_the_trainer_drop_that_head(engine: FakeEng
     assert trainer.wish.learning == 2 and not trainer.wish.is_halted and not engine.learning.is_waiting
 
 
-def test_a_head_that_does_not_fit_is_tried_once(engine: FakeEngine, tmp_path: Path) -> None:
+def test_a_head_that_does_not_fit_is_tried_once_and_ends_the_trainer(engine: FakeEngine, tmp_path: Path) -> None:
     engine.refuses = True
+    engine.beat()
     write(tmp_path, 1)
     engine.beat()
     engine.beat()
     assert engine.loaded() == ["1"] and engine.learning.number == 0
+    assert FakeTrainer.made[0].error == "head 1 cannot be loaded: it does not fit" and not engine.learning.is_learning
 
 
 def test_of_several_engines_one_leads_the_others_prefill_and_load(engine: FakeEngine, tmp_path: Path) -> None:
