@@ -435,7 +435,7 @@ class RunnerV2(Lane, StockV2):
 
     adaptive_verification = lora_config = experts = model_drafter = execute_model_state = _drafted = None
     _levels = 0
-    _may_skip = False
+    _may_skip, _has_trees = False, True
 
     def __init__(
         self, device: Device, speculator: Speculator, metrics: Metrics, most_drafted: int, most_requests: int,
