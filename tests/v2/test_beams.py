@@ -49,7 +49,7 @@ def paths_of(trees: TreeBatch, i: int) -> dict[tuple[int, ...], float]:
     return found
 
 
-def asked(one: Engine, temperature: float, max_tokens: int = 36, **more: Any) -> tuple[list[list[int]], Trees]:
+def asked(one: Engine, temperature: float, max_tokens: int = 28, **more: Any) -> tuple[list[list[int]], Trees]:
     """The tokens, and all trees that were drafted."""
     seen: Trees = {}
     runner, came = one.runner, one.runner._came
@@ -99,12 +99,14 @@ def test_a_path_has_the_same_chance_in_its_requests_blocks_and_in_scratch(ours: 
     finally:
         model.coupling.unpin()
     compared = deepest = 0
-    for place in combs.keys() & beams.keys():
+    off = {}
+    for place in sorted(combs.keys() & beams.keys()):
         comb, beam = combs[place], beams[place]
         for path in comb.keys() & beam.keys():
-            # the order of additions differs, and each level multiplies; keys of another path would be far off
-            assert beam[path] == pytest.approx(comb[path], rel=2e-2, abs=1e-6)
+            if beam[path] != pytest.approx(comb[path], rel=1e-3, abs=1e-5):
+                off[place, path] = comb[path], beam[path]
             compared, deepest = compared + 1, max(deepest, len(path))
+    assert not off, (compared, off)
     assert compared > 50 and deepest == LEVELS
     # where more go on, no less is expected of as many nodes
     both = combs.keys() & beams.keys()

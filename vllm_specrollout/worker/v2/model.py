@@ -117,7 +117,8 @@ class DeviceModel(LateDrafts):
         at = place[:watched], level[:watched]
         for name in ("tokens", "log_q", "noise"):
             getattr(self._seen, name)[at] = getattr(found, name)[:watched]
-        return children[:, 0]
+        # vLLM's kernels read them one behind another
+        return children[:, 0].contiguous()
 
     def _children_of(self, found: Likeliest, is_greedy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[R, C] each: the likeliest tokens of rows, and their log probabilities."""
