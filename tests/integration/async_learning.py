@@ -50,7 +50,8 @@ async def main(folder: str, model: str, devices: list[str]) -> dict[str, Any]:
     first = await rollout(engine, "first")
     learning, lone, end = engine.spec_rollout_learning, 0, time.monotonic() + LIMIT_S
     while learning.number == 0 and time.monotonic() < end:
-        await asyncio.sleep(1.0)
+        # longer than a turn and a step, or the trainer is never let go on
+        await asyncio.sleep(6.0)
         # whoever comes halts a trainer that has the engine's cores
         if learning._trainer is not None and learning._trainer.said.steps:
             await ask(engine, "lone", lone)
@@ -63,7 +64,7 @@ async def main(folder: str, model: str, devices: list[str]) -> dict[str, Any]:
     engine.shutdown()
     await asyncio.wait_for(task, 30)
     return {
-        "first": first, "second": second, "number": learning.number, "halts": said.halts, "error": said.error,
+        "first": first, "second": second, "number": learning.number, "halts": said.halts, "error": f"{learning.as_dict()} {said}",
         "lone": lone, "learning": health["learning"], "is_trainer_there": Path(f"/proc/{pid}").exists(),
     }  # fmt: skip
 
