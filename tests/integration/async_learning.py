@@ -64,7 +64,8 @@ async def main(folder: str, model: str, devices: list[str]) -> dict[str, Any]:
     engine.shutdown()
     await asyncio.wait_for(task, 30)
     return {
-        "first": first, "second": second, "number": learning.number, "halts": said.halts, "error": f"{learning.as_dict()} {said}",
+        "first": first, "second": second, "number": learning.number, "halts": said.halts,
+        "error": f"{learning.as_dict()} {said}",
         "lone": lone, "learning": health["learning"], "is_trainer_there": Path(f"/proc/{pid}").exists(),
     }  # fmt: skip
 
