@@ -17,12 +17,13 @@ from tests.v2.test_identity import ENGINE
 from vllm_specrollout.server.prefill import prefill
 
 PROMPTS = ["12+34=", "7*8+5=", "99-45="]
+OTHERS = ["15*4=", "88-19=", "31+58="]
 STEP = 16
 
 
-def ask(one: Engine) -> list[list[int]]:
+def ask(one: Engine, prompts: list[str] = PROMPTS) -> list[list[int]]:
     params = [SamplingParams(seed=i, temperature=t, max_tokens=20) for i, t in enumerate((0.0, 1.0, 1.0))]
-    outputs = one.llm.generate(PROMPTS, params, use_tqdm=False)
+    outputs = one.llm.generate(prompts, params, use_tqdm=False)
     one.llm.llm_engine.step()
     return [[*out.prompt_token_ids, *out.outputs[0].token_ids] for out in outputs]
 
@@ -41,7 +42,8 @@ def test_rows_are_those_of_transformers_and_users_get_stocks_tokens(ahead: None,
         core = ours.llm.llm_engine
         first = ask(ours)
         done = prefill(ours.llm, one.address, ALL)
-        # a turn that a request ends
+        # a turn that a request ends, over answers of which no trainer has the rows yet
+        ask(ours, OTHERS)
         names = marked(ours, one)
         core.step()
         core.add_request("user", PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=3))
