@@ -19,7 +19,7 @@ from tests.reference.decoupled import VOCABULARY, FakeEngine, sampling, token_at
 from vllm_specrollout._core import HistoryIndex
 from vllm_specrollout.cluster.mail import Box, Office
 from vllm_specrollout.cluster.serving import Serving
-from vllm_specrollout.config.drafters import HistoryConfig
+from vllm_specrollout.config.drafters import MAX_MATCHES, HistoryConfig
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.history.index_cache import IndexCache
@@ -72,7 +72,7 @@ def test_time_of_drafts_from_history(benchmark: Any, batch: int) -> None:
     """Each request's answer was given before, so that each step drafts."""
 
     def index() -> HistoryIndex:
-        return HistoryIndex(min_match=config.min_match, max_match=config.max_match, max_matches=config.max_matches)
+        return HistoryIndex(min_match=config.min_match, max_match=config.max_match, max_matches=MAX_MATCHES)
 
     config = HistoryConfig()
     store = HistoryStore(config)

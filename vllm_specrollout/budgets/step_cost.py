@@ -238,6 +238,10 @@ class Price:
         return octaves[np.minimum(np.frexp(np.arange(num_requests + 1))[1], OCTAVES - 1)]
 
 
+TIME_SHARE = 1.0
+"""Most time that an engine gives each drafter, as a share of what the rest of a step takes."""
+
+
 class Asking:
     """What asking each drafter takes, and who has had more than his share of the time.
 

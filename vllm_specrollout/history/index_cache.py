@@ -23,8 +23,6 @@ from vllm_specrollout.types import IntArray
 
 logger = logging.getLogger("vllm.specrollout")
 
-GLOBAL = ""
-"""The one problem there is with `scope="global"`."""
 # room made for an answer before it is added: at least this, and more once indices have taken more, in bytes per token
 _LEAST_GUESS = 256.0
 # indices for each MiB of `max_mib`: small ones of problems that never come back; and bytes that Python adds to each,
@@ -143,7 +141,7 @@ class IndexCache(Generic[IndexType]):
 
     def want(self, problem_id: str) -> None:
         """A request for the problem runs from now on; call `done` when it does no longer."""
-        key = self._key(problem_id)
+        key = problem_id
         with self._lock:
             self._follow_epoch()
             entry = self._entries.get(key)
@@ -156,7 +154,7 @@ class IndexCache(Generic[IndexType]):
 
     def get(self, problem_id: str) -> IndexType | None:
         """The problem's index; None: it is being built, or was dropped. Another one than before: that was dropped."""
-        key = self._key(problem_id)
+        key = problem_id
         with self._lock:
             self._follow_epoch()
             entry = self._entries.get(key)
@@ -175,7 +173,7 @@ class IndexCache(Generic[IndexType]):
     def done(self, problem_id: str) -> None:
         """A request for the problem runs no longer. Its index stays as long as there is room."""
         with self._lock:
-            entry = self._entries.get(self._key(problem_id))
+            entry = self._entries.get(problem_id)
             if entry is not None and entry.running:
                 entry.running -= 1
 
@@ -183,7 +181,7 @@ class IndexCache(Generic[IndexType]):
         """An answer that grew in its problem's index is complete and stays: its reward and age are to count from now
         on. Until then the document is the caller's, and the cache leaves it alone."""
         with self._lock:
-            key = self._key(problem_id)
+            key = problem_id
             entry = self._entries.get(key)
             if entry is not None and entry.index is not None:
                 entry.documents[request_id] = Document(document, epoch, reward)
@@ -213,9 +211,6 @@ class IndexCache(Generic[IndexType]):
             self._entries.clear()
         self._executor.shutdown(wait=True, cancel_futures=True)
 
-    def _key(self, problem_id: str) -> str:
-        return GLOBAL if self._config.scope == "global" else problem_id
-
     def _weight(self, epoch: int, reward: float | None) -> int:
         # behind a jump what drafts is no older than the oldest otherwise is
         return weight_of(self._config, min(self._epoch - epoch, self._config.epochs), reward)
@@ -228,7 +223,7 @@ class IndexCache(Generic[IndexType]):
         for key, entry in list(self._entries.items()):
             if entry.index is None:
                 continue
-            if not entry.running and self._config.scope != "global":
+            if not entry.running:
                 self._forget(key)
                 continue
             self._weigh(entry.index, entry.documents)
@@ -289,8 +284,7 @@ class IndexCache(Generic[IndexType]):
                 self._forget(key)
 
     def _fill_as_far_as_it_fits(self, key: str, entry: Entry[IndexType]) -> bool:
-        problem_id = None if self._config.scope == "global" else key
-        located = self._store.find(problem_id)
+        located = self._store.find(key)
         is_short = False
         while True:
             with self._lock:
@@ -308,7 +302,7 @@ class IndexCache(Generic[IndexType]):
         if not is_short:
             # what ended meanwhile; what ends from here on is in the index of the next epoch
             known = set(located)
-            later = [found for found in self._store.find(problem_id) if found not in known]
+            later = [found for found in self._store.find(key) if found not in known]
             self._fill(key, entry, built, later)
         num_tokens = sum(found.num_tokens for found in located)
         with self._lock:
@@ -326,7 +320,7 @@ class IndexCache(Generic[IndexType]):
                 step = max(index.nbytes, int(found.num_tokens * self._bytes_per_token))
                 if not self._hold(key, entry, index.nbytes + step):
                     return False
-            answer = self._store.read(found, None if self._config.scope == "global" else key)
+            answer = self._store.read(found, key)
             if answer is None:
                 continue
             # engines elsewhere may give the same ids
@@ -366,8 +360,8 @@ def weight_of(config: HistoryConfig, age: int, reward: float | None) -> int:
 
     RhymeRL (5.3) follows the branch with the largest sum of rewards. Here an answer without reward counts as well,
     since rewards may be zero throughout or come late, and older answers count less, since the policy has moved on (DAS
-    finds answers alike mostly between epochs that are near). With `reward_priority` it is as in RhymeRL: decay^age *
-    max(reward, 0), where answers without any such reward still weigh enough to decide among themselves.
+    finds answers alike mostly between epochs that are near). A large `reward_weight` is RhymeRL's rule, where answers
+    without any reward still weigh enough to decide among themselves.
 
     Args:
         age: epochs since the answer's own; below 0 (an epoch begun anew) counts as 0.
@@ -380,5 +374,5 @@ def weight_of(config: HistoryConfig, age: int, reward: float | None) -> int:
     if fresh == 0.0:
         return 0
     gain = max(reward or 0.0, 0.0)
-    weight = fresh * (gain if config.reward_priority else 1.0 + config.reward_weight * gain)
+    weight = fresh * (1.0 + config.reward_weight * gain)
     return int(min(max(round(weight * ONE), 1), MOST)) if weight < MOST else MOST

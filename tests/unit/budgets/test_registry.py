@@ -151,11 +151,9 @@ def test_the_engines_limits_reach_the_budget(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "option", "value"),
     [
-        ("histospec", "cap", 9),
-        ("das", "long", 0.9),
         ("fastgrpo", "c_peak", 300),
         ("tlt", "threshold", 48),
-        ("specactor", "replan", 50),
+        ("specactor", "draft_ms", 5.0),
     ],
 )
 def test_options_reach_the_budget(name: str, option: str, value: float) -> None:

@@ -122,11 +122,9 @@ def test_an_answer_drafts_for_as_many_epochs_as_are_kept() -> None:
     assert found == [True, True, True, False]
 
 
-def test_problems_do_not_draft_for_each_other_unless_asked_to() -> None:
-    for scope, is_drafted in (("problem", False), ("global", True)):
-        drafter = _drafter(scope=scope)
-        drafts = _drafts(drafter, _view("a", ANSWER, "p"), _view("b", ANSWER[:10], "q", [5, 6, 7]))
-        assert bool(drafts[1]) is is_drafted
+def test_problems_do_not_draft_for_each_other() -> None:
+    drafts = _drafts(_drafter(), _view("a", ANSWER, "p"), _view("b", ANSWER[:10], "q", [5, 6, 7]))
+    assert not drafts[1]
 
 
 def test_the_first_tokens_are_drafted_from_the_prompts_end() -> None:

@@ -26,7 +26,7 @@ from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history import tokens, upkeep
 from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.background import Background
-from vllm_specrollout.history.database import Database, ForeignError, HistoryError, row_of
+from vllm_specrollout.history.database import Database, HistoryError, row_of
 from vllm_specrollout.history.index_cache import IndexCache
 from vllm_specrollout.history.store import HistoryStore
 
@@ -125,20 +125,10 @@ def test_a_folder_whose_file_system_has_no_shared_memory_is_one_clear_error_and_
     assert {path.name for path in tmp_path.iterdir()} <= {"node", "answers-0000.history"}
 
 
-@pytest.mark.parametrize("name", ["answers-0000.history", "other.history"])
-def test_a_file_of_another_vocabulary_is_an_error_at_the_start_where_that_is_asked_for(
-    tmp_path: Path, name: str
-) -> None:
-    filled(tmp_path / name, vocabulary=THEIRS)
-    with pytest.raises(ForeignError, match="vocabulary"):
-        HistoryStore(HistoryConfig(dir=str(tmp_path), foreign="refuse"), vocabulary=OURS)
-    HistoryStore(HistoryConfig(dir=str(tmp_path)), vocabulary=OURS).close()
-
-
 def test_what_comes_after_the_start_and_cannot_be_used_is_left_out_and_named_once(
     tmp_path: Path, make_answer: MakeAnswer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = HistoryStore(HistoryConfig(dir=str(tmp_path), foreign="refuse", epochs=1), vocabulary=OURS)
+    store = HistoryStore(HistoryConfig(dir=str(tmp_path), epochs=1), vocabulary=OURS)
     for epoch in range(1, 6):
         store.begin_epoch(epoch)
         store.append(make_answer(f"e{epoch}", epoch=epoch))

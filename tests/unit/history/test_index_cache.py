@@ -148,15 +148,6 @@ def test_wanting_an_index_again_builds_it_once(build, later):
     assert cache.stats().built == 1 and not later.tasks
 
 
-def test_a_global_library_has_one_index_of_all_problems(build, later, make_answer):
-    _, cache = build([make_answer("a"), make_answer("b", problem_id="q")], scope="global")
-    cache.want("p")
-    cache.want("q")
-    later.run()
-    assert cache.get("p") is cache.get("q") is not None
-    assert len(cache.get("p").documents) == 2 and cache.stats().built == 1
-
-
 def test_weights_say_how_old_an_answer_is_and_how_good(build, later, make_answer):
     store, cache = build([make_answer("old", epoch=0), make_answer("good", epoch=0)])
     store.report_reward("good", 1.0)
@@ -377,8 +368,8 @@ def test_closing_gives_up_what_is_being_built(build, later):
     assert cache.get("p") is None
 
 
-def test_names_of_answers_go_with_their_epochs_in_a_global_index_too(build, later, make_answer):
-    store, cache = build(scope="global", epochs=1)
+def test_names_of_answers_go_with_their_epochs(build, later, make_answer):
+    store, cache = build(epochs=1)
     cache.want("p")
     later.run()
     for epoch in range(1, 9):

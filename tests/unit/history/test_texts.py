@@ -164,20 +164,6 @@ def test_answers_of_one_name_in_two_epochs_are_two(build, make_answer):
     assert memory.eighths("p") == [-8, 8]
 
 
-def test_a_global_library_has_one_row_for_all_problems(build, make_answer):
-    store, texts, memory = build([make_answer("a"), make_answer("b", problem_id="q")], scope="global")
-    texts.want("p")
-    texts.want("q")
-    ends(store, texts, make_answer("c", problem_id="r"))
-    memory.settle()
-    assert texts.row("p") == texts.row("q") >= 0 and len(memory.answers("p")) == 3
-    texts.done("p")
-    texts.done("q")
-    store.begin_epoch()
-    memory.apply()
-    assert memory.eighths("p") == [-8, -8, -8]
-
-
 def test_without_siblings_answers_of_the_present_epoch_do_not_draft_until_it_is_over(build, make_answer):
     store, texts, memory = build([make_answer("a")], siblings=False)
     store.begin_epoch()
@@ -579,7 +565,7 @@ class Naive:
             "epochs": st.integers(1, 2),
             "siblings": st.booleans(),
             "decay": st.sampled_from([0.0, 0.5]),
-            "reward_priority": st.booleans(),
+            "reward_weight": st.sampled_from([1.0, 255.0]),
         }
     ),
     st.sampled_from([61, 203, 1 << 16]),

@@ -49,6 +49,8 @@ SHARE: dict[str, Any] = {
     "max_num_seqs": 64,
 }
 """What a drafter takes of its engine's GPU, where nothing else is said: some 2 to 3 GB with half a billion weights."""
+START_S = 180.0
+"""Seconds that the engine's start waits for drafters; until they are there, requests decode plainly."""
 _POLL_S = 0.02  # while the engine starts
 _WINDOW = 4  # of a drafter of which nothing is known
 _PLACES = {
@@ -242,11 +244,11 @@ def join(runner: Any) -> None:
         runner.model_drafter.is_resting = True
         if runner.placed is Mode.DECOUPLED and (free := own_cores(config, cores_of_process())):
             use_cores(free)
-    most_s, begin_s = config.decoupled.start_s, time.monotonic()
+    begin_s = time.monotonic()
     while missing := [link for link in drafter.links.values() if not link.is_there]:
         drafter.receive()
         is_hopeless = all(link.process is not None and not link.process.is_alive for link in missing)
-        if time.monotonic() - begin_s > most_s or is_hopeless:
+        if time.monotonic() - begin_s > START_S or is_hopeless:
             logger.warning(
                 "Spec rollout: decoupled drafters are not there after %.0f s: %s; until they are, requests go without"
                 " their drafts",

@@ -26,6 +26,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
 from vllm_specrollout.budgets.goodput import Acceptance
+from vllm_specrollout.budgets.papers.fastgrpo import K_MAX
 from vllm_specrollout.config import MODEL_SOURCES
 from vllm_specrollout.config.budgets import FastGrpoOptions, TltOptions
 from vllm_specrollout.drafters.beams import widest
@@ -235,7 +236,7 @@ class Lane(SpecRolloutV2):
         if isinstance(options, TltOptions):
             model.most_beams, model.is_by_q = widest(options.top_k), not options.noise
         elif isinstance(options, FastGrpoOptions):
-            model.most_beams = widest(options.k_max)
+            model.most_beams = widest(K_MAX)
         return Beams(self.speculator, caches, size, self._levels, range(last - count, last), model.expand)
 
     def capture_model(self, **kwargs: Any) -> int:
