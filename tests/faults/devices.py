@@ -33,7 +33,6 @@ from vllm_specrollout.worker.request import Desk, RequestBook
 from vllm_specrollout.worker.v1.runner import NOBODY, SpecRolloutV1
 from vllm_specrollout.worker.v1.runner import StepState as StepStateV1
 from vllm_specrollout.worker.v2.device_drafts import Bystander, DeviceDrafts
-from vllm_specrollout.worker.v2.device_times import DeviceTimes
 from vllm_specrollout.worker.v2.host import Host
 from vllm_specrollout.worker.v2.host import StepState as StepStateV2
 from vllm_specrollout.worker.v2.inputs import TreeInputs
@@ -445,10 +444,10 @@ class RunnerV2(Lane, StockV2):
         self.max_draft_tokens, self.stats, self.desk = most_drafted, Stats(), Desk(DraftMode.TREE)
         self.spec_config, self.host = SimpleNamespace(max_depth=8), Host(Drafting(speculator), MOST_TOKENS, clock=clock)
         cpu = torch.device("cpu")
-        self.inputs, self.times = TreeInputs(most_requests, MOST_ROWS, cpu), DeviceTimes(cpu)
+        self.inputs = TreeInputs(most_requests, MOST_ROWS, cpu)
         self.req_states = States(most_requests, most_drafted)
         texts, nobody = DeviceTexts(history.texts, cpu), Bystander(most_drafted)
-        self.drafts = DeviceDrafts(nobody, 0, self.req_states, self._told_of, texts, 8, speculator.guard, self.times)
+        self.drafts = DeviceDrafts(nobody, 0, self.req_states, self._told_of, texts, 8, speculator.guard)
         self.drafts.withhold, self.drafts.changed, self.drafts.held = self._withhold, self._changed, self._held
         self._arrived: set[str] = set()
         Spoilt(self, seed)
