@@ -24,7 +24,7 @@ from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.history.index_cache import IndexCache
 from vllm_specrollout.history.store import HistoryStore
-from vllm_specrollout.types import DraftLimits, FinishedRequest, FinishReason, RequestBatch, RequestView
+from vllm_specrollout.types import Answer, DraftLimits, FinishReason, RequestBatch, RequestView
 
 BATCHES = [1, 16, 64, 256]
 NODES = 16
@@ -96,7 +96,7 @@ def test_time_of_drafts_from_history(benchmark: Any, batch: int) -> None:
 
 def _ended(drafter: HistoryDrafter, i: int, answer: np.ndarray) -> None:
     prompt = np.array([token_at(i, at) for at in range(_PROMPT)], np.int32)
-    drafter.finish(FinishedRequest(f"earlier {i}", str(i), prompt, answer, FinishReason.FINISHED))
+    drafter.finish(Answer(f"earlier {i}", str(i), prompt, answer, FinishReason.FINISHED))
 
 
 @pytest.mark.parametrize("batch", BATCHES)

@@ -30,8 +30,7 @@ from vllm_specrollout.types import DraftMode, TreeBatch, empty_trees
 from vllm_specrollout.worker.common import Stats
 from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting
 from vllm_specrollout.worker.request import Desk, RequestBook
-from vllm_specrollout.worker.v1.runner import NOBODY, SpecRolloutV1
-from vllm_specrollout.worker.v1.runner import StepState as StepStateV1
+from vllm_specrollout.worker.v1.runner import NOBODY, SpecRolloutV1, V1Step
 from vllm_specrollout.worker.v2.device_drafts import Bystander, DeviceDrafts
 from vllm_specrollout.worker.v2.host import Host
 from vllm_specrollout.worker.v2.host import StepState as StepStateV2
@@ -244,7 +243,7 @@ class RunnerV1(SpecRolloutV1, StockV1):
         self.weights_version = self.drafting.weights_version
         self.book = RequestBook(DraftMode.TREE, lambda generator: None, self.drafting.admit)
         self.shape, self.max_model_len = (DraftMode.TREE, ""), MOST_TOKENS
-        self.step, self._planned, self._timing = StepStateV1(0, 0.0, 0), NO_DRAFTS, None
+        self.step, self._planned, self._timing = V1Step(0, 0.0, 0), NO_DRAFTS, None
         self._undrafted = NOBODY
         self.model_drafter = self.speculative_config = self.execute_model_state = None
         self.requests: dict[str, Any] = {}

@@ -302,9 +302,7 @@ def _drafting_runner(width: int) -> Any:
     runner.req_states = States(2, width)
     told = Told(-1, (), np.zeros(0, np.int32), width, True)
     guard = Guard(is_strict=True)
-    runner.drafts = DeviceDrafts(
-        Bystander(width), 0, runner.req_states, lambda name: told, None, width, guard
-    )
+    runner.drafts = DeviceDrafts(Bystander(width), 0, runner.req_states, lambda name: told, None, width, guard)
     runner.drafts.looks_up, runner.drafts.changed = False, lambda: runner.req_states.req_id_to_index
     runner.step, runner.inputs = StepState(has_drafts=True), SimpleNamespace(has_branches=False)
     runner.model = SimpleNamespace(compute_logits=lambda hidden: hidden)

@@ -18,7 +18,7 @@ from vllm_specrollout.config.checks import check_range, check_type
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.errors import ConfigError, shown
 from vllm_specrollout.trees.batch import merge_select
-from vllm_specrollout.types import DraftLimits, FinishedRequest, RequestBatch, TreeBatch, empty_trees
+from vllm_specrollout.types import Answer, DraftLimits, RequestBatch, TreeBatch, empty_trees
 
 MOST_LINKS = 16
 """Drafters elsewhere that one engine is linked to, at most: each costs a step the time to hear it."""
@@ -102,7 +102,7 @@ class DecoupledDrafter(BaseDrafter):
             link.receive()
             link.watch()
 
-    def finish(self, ending: FinishedRequest) -> None:
+    def finish(self, ending: Answer) -> None:
         self.forget(ending.request_id)
 
     def forget(self, request_id: str) -> None:

@@ -63,7 +63,7 @@ class Document:
 
 
 @dataclass(slots=True)
-class Entry(Generic[IndexType]):
+class ProblemIndex(Generic[IndexType]):
     """A problem's index, or the place for it."""
 
     # None: being built
@@ -129,7 +129,7 @@ class IndexCache(Generic[IndexType]):
         self._clock = clock
         self._lock = threading.RLock()
         # least recently used first
-        self._entries: OrderedDict[str, Entry[IndexType]] = OrderedDict()
+        self._entries: OrderedDict[str, ProblemIndex[IndexType]] = OrderedDict()
         # where a request's answer is indexed
         self._problem_of: dict[str, str] = {}
         self.version = 0
@@ -146,7 +146,7 @@ class IndexCache(Generic[IndexType]):
             self._follow_epoch()
             entry = self._entries.get(key)
             if entry is None:
-                entry = self._entries[key] = Entry()
+                entry = self._entries[key] = ProblemIndex()
                 self._stats.num_bytes += _EACH
                 self._executor.submit(self._build, key, entry)
             entry.running += 1
@@ -247,7 +247,7 @@ class IndexCache(Generic[IndexType]):
             if self._problem_of.get(request_id) == key:
                 del self._problem_of[request_id]
 
-    def _resize(self, entry: Entry[IndexType], num_bytes: int) -> None:
+    def _resize(self, entry: ProblemIndex[IndexType], num_bytes: int) -> None:
         self._stats.num_bytes += num_bytes - entry.num_bytes
         entry.num_bytes = num_bytes
 
@@ -268,7 +268,7 @@ class IndexCache(Generic[IndexType]):
 
     # --- building, in the executor's threads ---
 
-    def _build(self, key: str, entry: Entry[IndexType]) -> None:
+    def _build(self, key: str, entry: ProblemIndex[IndexType]) -> None:
         start = self._clock()
         try:
             is_built = self._fill_as_far_as_it_fits(key, entry)
@@ -283,7 +283,7 @@ class IndexCache(Generic[IndexType]):
             if not is_built and self._entries.get(key) is entry:
                 self._forget(key)
 
-    def _fill_as_far_as_it_fits(self, key: str, entry: Entry[IndexType]) -> bool:
+    def _fill_as_far_as_it_fits(self, key: str, entry: ProblemIndex[IndexType]) -> bool:
         located = self._store.find(key)
         is_short = False
         while True:
@@ -311,7 +311,7 @@ class IndexCache(Generic[IndexType]):
             self._stats.shortened += is_short
             return self._publish(key, entry, built)
 
-    def _fill(self, key: str, entry: Entry[IndexType], built: _Built[IndexType], located: list[Located]) -> bool:
+    def _fill(self, key: str, entry: ProblemIndex[IndexType], built: _Built[IndexType], located: list[Located]) -> bool:
         """Add answers, each once there is room for it; False: there is none."""
         index, documents = built.index, built.documents
         for found in located:
@@ -330,13 +330,13 @@ class IndexCache(Generic[IndexType]):
                 continue
             # once it is published it is weighed anew, if an epoch has begun meanwhile
             weight = self._weight(answer.epoch, answer.reward)
-            index.set_prompt(answer.prompt_tail)
+            index.set_prompt(answer.prompt_ids)
             number = index.add(answer.token_ids, weight, answer.epoch)
             documents[name] = Document(number, answer.epoch, answer.reward)
         with self._lock:
             return self._hold(key, entry, index.nbytes)
 
-    def _hold(self, key: str, entry: Entry[IndexType], num_bytes: int) -> bool:
+    def _hold(self, key: str, entry: ProblemIndex[IndexType], num_bytes: int) -> bool:
         """Make room for an index of so many bytes; False: there is none, or nobody wants the index any more."""
         if self._entries.get(key) is not entry:
             return False
@@ -344,7 +344,7 @@ class IndexCache(Generic[IndexType]):
         self._resize(entry, num_bytes if fits else 0)
         return fits
 
-    def _publish(self, key: str, entry: Entry[IndexType], built: _Built[IndexType]) -> bool:
+    def _publish(self, key: str, entry: ProblemIndex[IndexType], built: _Built[IndexType]) -> bool:
         if not self._hold(key, entry, built.index.nbytes):
             return False
         if self._epoch != built.epoch:

@@ -20,7 +20,7 @@ from pathlib import Path
 from vllm_specrollout.config.checks import check_finite
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.errors import shown
-from vllm_specrollout.history.answers import Answer, RewardOutcome, StoreStats, short_name
+from vllm_specrollout.history.answers import RewardOutcome, StoreStats, short_name
 from vllm_specrollout.history.database import (
     ERRORS,
     AnswerCounts,
@@ -36,6 +36,7 @@ from vllm_specrollout.history.epochs import MAX_EPOCH, EpochGuess, check_epoch, 
 from vllm_specrollout.history.folder import Folder
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Filter, Vocabulary
 from vllm_specrollout.observe.patience import PATIENCE_S, wait_for
+from vllm_specrollout.types import Answer
 
 logger = logging.getLogger("vllm.specrollout")
 

@@ -21,11 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_specrollout.config.drafters import HistoryConfig
-from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.background import Background
 from vllm_specrollout.history.index_cache import ONE, weight_of
 from vllm_specrollout.history.store import HistoryStore
-from vllm_specrollout.types import IntArray
+from vllm_specrollout.types import Answer, IntArray
 
 logger = logging.getLogger("vllm.specrollout")
 
@@ -305,7 +304,7 @@ class Texts:
     # --- texts --------------------------------------------------------------------------------------------------------
 
     def _text_of(self, problem: _Problem, answer: Answer, name: str, nearness: int) -> _Placed:
-        tokens = np.concatenate([answer.prompt_tail[-self._reach :], answer.token_ids])
+        tokens = np.concatenate([answer.prompt_ids[-self._reach :], answer.token_ids])
         kept = tokens[-self._longest :]
         is_shortened = len(kept) < len(tokens)
         return _Placed(problem, name, answer.epoch, nearness, answer.reward, kept, len(kept), is_shortened)

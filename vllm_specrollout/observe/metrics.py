@@ -19,8 +19,8 @@ from vllm_specrollout.drafters.base import UNBOUNDED
 from vllm_specrollout.observe.listener import NOTHING_TO_DRAFT, Listener
 from vllm_specrollout.types import (
     SOURCES,
+    Answer,
     DraftLimits,
-    FinishedRequest,
     RequestBatch,
     RequestView,
     StepPlan,
@@ -184,7 +184,7 @@ class Signs:
     def admitted(self, view: RequestView) -> None:
         self._running.add(view.request_id)
 
-    def finished(self, ending: FinishedRequest) -> None:
+    def finished(self, ending: Answer) -> None:
         self._running.discard(ending.request_id)
         if not self._running and self._since is not None and self._clock() - self._since >= LEAST_S:
             self._tell("rollout over")
@@ -244,7 +244,7 @@ class Metrics(Listener):
     def admitted(self, view: RequestView) -> None:
         self._signs.admitted(view)
 
-    def finished(self, ending: FinishedRequest) -> None:
+    def finished(self, ending: Answer) -> None:
         self._signs.finished(ending)
 
     def planned(
@@ -303,7 +303,6 @@ class Metrics(Listener):
 
     def drafters_alive(self, count: int) -> None:
         self._counts["drafters_alive"] = count
-
 
     def bounded(self, name: str, most: int) -> None:
         """A drafter drafts for no request that is longer."""

@@ -17,7 +17,7 @@ from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.history.answers import RewardOutcome
 from vllm_specrollout.history.index_cache import IndexCache
 from vllm_specrollout.history.store import HistoryStore
-from vllm_specrollout.types import FinishedRequest, FinishReason, RequestView
+from vllm_specrollout.types import Answer, FinishReason, RequestView
 
 _core = pytest.importorskip("vllm_specrollout._core")
 
@@ -75,9 +75,7 @@ def _drafts(drafter: _Drafter, *views: RequestView, is_built: bool = True) -> li
 
 def _finish(drafter: _Drafter, name: str, output: list[int], problem_id: str = "p") -> None:
     tokens = np.asarray(output, np.int32)
-    drafter.finish(
-        FinishedRequest(name, problem_id, np.asarray(PROMPT, np.int32), tokens, FinishReason.FINISHED, name=name)
-    )
+    drafter.finish(Answer(name, problem_id, np.asarray(PROMPT, np.int32), tokens, FinishReason.FINISHED, name=name))
     drafter.forget(name)
 
 
@@ -158,7 +156,7 @@ def test_a_request_that_ended_without_a_token_runs_no_longer_and_leaves_no_answe
     drafter.admit(view)
     assert drafter.report_reward(["gone"], 1.0) is RewardOutcome.EARLY
     nothing = np.zeros(0, np.int32)
-    drafter.finish(FinishedRequest("gone", "p", nothing, nothing, FinishReason.ABORTED, name="gone"))
+    drafter.finish(Answer("gone", "p", nothing, nothing, FinishReason.ABORTED, name="gone"))
     assert drafter.report_reward(["gone"], 1.0) is RewardOutcome.UNKNOWN
     assert not answers_in(drafter.store, "p")
 

@@ -16,7 +16,7 @@ from vllm_specrollout.drafters.looked_up import LookedUpHistory
 from vllm_specrollout.history.answers import RewardOutcome
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.history.texts import Texts
-from vllm_specrollout.types import FinishedRequest, FinishReason, RequestView
+from vllm_specrollout.types import Answer, FinishReason, RequestView
 
 PROMPT = np.arange(900, 1000, dtype=np.int32)
 ANSWER = np.arange(100, 140, dtype=np.int32)
@@ -42,7 +42,7 @@ def _view(name: str, problem_id: str = "p") -> RequestView:
 
 
 def _finish(drafter: LookedUpHistory, name: str, problem_id: str = "p", tokens: Any = ANSWER) -> None:
-    drafter.finish(FinishedRequest(name, problem_id, PROMPT, tokens, FinishReason.FINISHED, name=name))
+    drafter.finish(Answer(name, problem_id, PROMPT, tokens, FinishReason.FINISHED, name=name))
     drafter.forget(name)
 
 

@@ -24,11 +24,11 @@ from tests.unit.history.stored import answers_in, answers_of
 from vllm_specrollout._core import HistoryIndex
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history import tokens, upkeep
-from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.background import Background
 from vllm_specrollout.history.database import Database, HistoryError, row_of
 from vllm_specrollout.history.index_cache import IndexCache
 from vllm_specrollout.history.store import HistoryStore
+from vllm_specrollout.types import Answer
 
 MakeAnswer = Callable[..., Answer]
 
@@ -255,7 +255,7 @@ def test_bytes_that_are_damaged_anywhere_cost_their_file_at_most_and_no_answer_o
     (tmp_path / name).write_bytes(data)
     store = HistoryStore(HistoryConfig(dir=str(tmp_path)))
     for answer in answers_in(store, "p"):
-        assert answer.problem_id == "p" and answer.num_tokens <= tokens.MAX_TOKENS
+        assert answer.problem_id == "p" and len(answer.token_ids) <= tokens.MAX_TOKENS
     own = make_answer("own", "mine", epoch=store.epoch)
     store.append(own)
     with contextlib.suppress(ValueError):

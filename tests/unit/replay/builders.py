@@ -12,9 +12,9 @@ from vllm_specrollout.budgets.step_cost import CostLine
 from vllm_specrollout.replay.records import Arrival, Candidates, End, Header, Record, Step, Trace
 from vllm_specrollout.trees.batch import merge_select
 from vllm_specrollout.types import (
+    Answer,
     DraftLimits,
     DraftTree,
-    FinishedRequest,
     RequestBatch,
     StepPlan,
     StepRecord,
@@ -102,5 +102,5 @@ class ScriptedBudget(BaseBudget):
     def observe(self, record: StepRecord) -> None:
         self.calls.append(("observe", record))
 
-    def finish(self, ending: FinishedRequest) -> None:
+    def finish(self, ending: Answer) -> None:
         self.calls.append(("finish", ending))

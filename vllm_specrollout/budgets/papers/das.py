@@ -20,8 +20,8 @@ from vllm_specrollout.budgets.papers.plans import (
 from vllm_specrollout.budgets.step_cost import StepCost
 from vllm_specrollout.scheduling.lengths import Lengths
 from vllm_specrollout.types import (
+    Answer,
     DraftLimits,
-    FinishedRequest,
     FinishReason,
     IntArray,
     RequestBatch,
@@ -102,6 +102,6 @@ class DasBudget(PaperBudget):
         self.acceptance.add(int(tried.sum()), int(accepted.sum()))
         super().observe(record)
 
-    def finish(self, ending: FinishedRequest) -> None:
+    def finish(self, ending: Answer) -> None:
         if ending.status is not FinishReason.ABORTED:  # its length says nothing of where it was going
             self.lengths.observe(ending.problem_id, len(ending.token_ids))

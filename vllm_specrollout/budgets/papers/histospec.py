@@ -10,8 +10,8 @@ import numpy as np
 from vllm_specrollout.budgets.papers.plans import PaperBudget, Rate, chain_limits, keep_running
 from vllm_specrollout.budgets.step_cost import StepCost
 from vllm_specrollout.types import (
+    Answer,
     DraftLimits,
-    FinishedRequest,
     RequestBatch,
     StepRecord,
 )
@@ -71,5 +71,5 @@ class HistoSpecBudget(PaperBudget):
             grown = min(self.windows.get(name, START) + STEP, self.cap)
             self.windows[name] = grown if is_whole else START
 
-    def finish(self, ending: FinishedRequest) -> None:
+    def finish(self, ending: Answer) -> None:
         self.windows.pop(ending.request_id, None)

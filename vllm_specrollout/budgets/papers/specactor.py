@@ -23,8 +23,8 @@ from vllm_specrollout.budgets.papers.plans import (
 from vllm_specrollout.budgets.step_cost import StepCost
 from vllm_specrollout.config.budgets import SpecActorOptions
 from vllm_specrollout.types import (
+    Answer,
     DraftLimits,
-    FinishedRequest,
     RequestBatch,
     StepPlan,
     StepRecord,
@@ -127,6 +127,6 @@ class SpecActorBudget(PaperBudget):
         self._tokens += record.trees.num_requests + int(accepted.sum())
         super().observe(record)
 
-    def finish(self, ending: FinishedRequest) -> None:
+    def finish(self, ending: Answer) -> None:
         self.requests.pop(ending.request_id, None)
         self.own.pop(ending.request_id, None)

@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from vllm_specrollout.speculator import Speculator
-from vllm_specrollout.types import DraftMode, FinishedRequest, empty_trees
+from vllm_specrollout.types import Answer, DraftMode, empty_trees
 from vllm_specrollout.worker.arriving import is_unseeded, resumed_of, signed
 from vllm_specrollout.worker.common import Stats, config_of
 from vllm_specrollout.worker.drafting import Drafting, begin_step
@@ -100,7 +100,7 @@ class SpecRolloutV2(_Base):
     def weights_version(self) -> WeightsVersion:
         return self.host.weights_version
 
-    def unfinished(self) -> list[FinishedRequest]:
+    def unfinished(self) -> list[Answer]:
         return self.host.unfinished()
 
     def standing(self) -> dict[str, tuple[int, int]]:
@@ -198,7 +198,6 @@ class SpecRolloutV2(_Base):
     def _begun(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
         """A step begins that computes something; returns the schedule as vLLM is to see it."""
         raise NotImplementedError
-
 
     def _set_active_loras(self, prompt_lora_mapping: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
         if self.step.has_drafts:

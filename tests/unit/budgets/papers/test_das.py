@@ -8,7 +8,7 @@ import pytest
 from tests.unit.budgets.papers.builders import Line, chains_of, requests, step, view
 from vllm_specrollout.budgets.papers.das import LONG, MEDIUM, SHORT, DasBudget
 from vllm_specrollout.budgets.papers.plans import Rate
-from vllm_specrollout.types import DraftMode, FinishedRequest, FinishReason, RequestBatch
+from vllm_specrollout.types import Answer, DraftMode, FinishReason, RequestBatch
 
 _NONE = np.zeros(0, np.int32)
 
@@ -22,7 +22,7 @@ def _das(lengths: dict[str, list[int]] | None = None, *, fixed: float = 10.0, ro
 
 
 def _end(budget: DasBudget, problem_id: str, length: int, status: FinishReason = FinishReason.FINISHED) -> None:
-    budget.finish(FinishedRequest("r", problem_id, _NONE, np.zeros(length, np.int32), status))
+    budget.finish(Answer("r", problem_id, _NONE, np.zeros(length, np.int32), status))
 
 
 def _batch(*problems: str, generated: int = 0, **kwargs: object) -> RequestBatch:

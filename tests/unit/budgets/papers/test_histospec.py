@@ -7,7 +7,7 @@ import pytest
 
 from tests.unit.budgets.papers.builders import Line, chains_of, requests, step
 from vllm_specrollout.budgets.papers.histospec import HistoSpecBudget
-from vllm_specrollout.types import FinishedRequest, FinishReason
+from vllm_specrollout.types import Answer, FinishReason
 
 _NONE = np.zeros(0, np.int32)
 
@@ -41,7 +41,7 @@ def test_each_answer_has_a_window_of_its_own_which_ends_with_it() -> None:
     budget = _histospec()
     budget.observe(step([2, 2], [2, 0]))
     assert _windows(budget, 3) == [4, 2, 2]
-    budget.finish(FinishedRequest("r0", "", _NONE, _NONE, FinishReason.FINISHED))
+    budget.finish(Answer("r0", "", _NONE, _NONE, FinishReason.FINISHED))
     assert _windows(budget, 2) == [2, 2] and set(budget.windows) == {"r1"}
 
 

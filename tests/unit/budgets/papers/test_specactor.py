@@ -9,7 +9,7 @@ from tests.unit.budgets.papers.builders import Line, chains_of, requests, step
 from vllm_specrollout.budgets.papers.plans import Rate, tokens_per_step
 from vllm_specrollout.budgets.papers.specactor import REPLAN, SpecActorBudget
 from vllm_specrollout.config.budgets import SpecActorOptions
-from vllm_specrollout.types import FinishedRequest, FinishReason
+from vllm_specrollout.types import Answer, FinishReason
 
 _NONE = np.zeros(0, np.int32)
 
@@ -97,7 +97,7 @@ def test_what_a_request_left_ends_with_it() -> None:
         budget.observe(step([8, 8], [8, 0]))
     budget.replan(requests(2))
     assert "r1" in budget.own
-    budget.finish(FinishedRequest("r1", "", _NONE, _NONE, FinishReason.FINISHED))
+    budget.finish(Answer("r1", "", _NONE, _NONE, FinishReason.FINISHED))
     assert "r1" not in budget.own and set(budget.requests) == {"r0"}
 
 
