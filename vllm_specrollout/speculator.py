@@ -140,7 +140,7 @@ class Speculator(Contained):
         if not proposals:
             plan = StepPlan(nothing, "nothing proposed", pays=False, reach=np.zeros(0, np.float32))
             self._weigh(plan, step)
-            if self.budget.backs_off and not self._asking.debts and not any(d.works_ahead for d in self.drafters):
+            if self.budget.backs_off and not self._asking.overruns and not any(d.works_ahead for d in self.drafters):
                 self.backoff.asked(step, self._running, False)
             return self._planned(batch, limits, (), plan, begin)
         chosen = self._budget_does(lambda budget: self._chosen(budget, proposals, limits, batch))
@@ -173,8 +173,8 @@ class Speculator(Contained):
         time is not."""
         step_ms, prices, self._asking.ms = limits.token_ms * batch.size, self._asking.prices, 0.0
         self.worth.asked.clear()
-        debts = self._asking.debts
-        asked = [d for d in self.drafters if d.name not in debts] if debts else self.drafters
+        overruns = self._asking.overruns
+        asked = [d for d in self.drafters if d.name not in overruns] if overruns else self.drafters
         free = {d.name for d in asked if d.works_ahead or d.is_lookup}
         order = [(d.name not in free and prices[d.name].is_expensive(batch.size, step_ms), d) for d in asked]
         order.sort(key=itemgetter(0))

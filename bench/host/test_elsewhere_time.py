@@ -17,7 +17,7 @@ import pytest
 
 from tests.reference.decoupled import VOCABULARY, FakeEngine, sampling, token_at
 from vllm_specrollout._core import HistoryIndex
-from vllm_specrollout.cluster.mail import Box, Office
+from vllm_specrollout.cluster.mail import MailClient, MailServer
 from vllm_specrollout.cluster.serving import Serving
 from vllm_specrollout.config.drafters import MAX_MATCHES, HistoryConfig
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter
@@ -102,9 +102,9 @@ def _ended(drafter: HistoryDrafter, i: int, answer: np.ndarray) -> None:
 @pytest.mark.parametrize("batch", BATCHES)
 def test_time_of_drafts_from_elsewhere(benchmark: Any, batch: int, tmp_path: Path) -> None:
     """The other end drafts between the steps, in the same thread: what is timed is to tell it, and to hear it."""
-    office = Office(f"ipc://{tmp_path}/socket")
+    office = MailServer(f"ipc://{tmp_path}/socket")
     drafter = DecoupledDrafter(sampling, 0, vocab_size=VOCABULARY)
-    link = drafter.link("bench", Box(office.address))
+    link = drafter.link("bench", MailClient(office.address))
     engine = FakeEngine(random.Random(0), max_requests=2 * batch)
     serving = Serving(engine, office)
 

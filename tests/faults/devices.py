@@ -29,7 +29,7 @@ from vllm_specrollout.trees.batch import token_lists
 from vllm_specrollout.types import DraftMode, TreeBatch, empty_trees
 from vllm_specrollout.worker.common import Stats
 from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting
-from vllm_specrollout.worker.request import Desk, RequestBook
+from vllm_specrollout.worker.request import Admissions, RequestBook
 from vllm_specrollout.worker.v1.runner import NOBODY, SpecRolloutV1, V1Step
 from vllm_specrollout.worker.v2.device_drafts import Bystander, DeviceDrafts
 from vllm_specrollout.worker.v2.host import Host
@@ -440,7 +440,7 @@ class RunnerV2(Lane, StockV2):
         history: Any, clock: Any, event: Any, seed: int,
     ) -> None:  # fmt: skip
         self.device_, self.spec_rollout, self.metrics, self._history = device, speculator, metrics, history
-        self.max_draft_tokens, self.stats, self.desk = most_drafted, Stats(), Desk(DraftMode.TREE)
+        self.max_draft_tokens, self.stats, self.admissions = most_drafted, Stats(), Admissions(DraftMode.TREE)
         self.spec_config, self.host = SimpleNamespace(max_depth=8), Host(Drafting(speculator), MOST_TOKENS, clock=clock)
         cpu = torch.device("cpu")
         self.inputs = TreeInputs(most_requests, MOST_ROWS, cpu)

@@ -208,7 +208,7 @@ class Engine:
             return
         self.num_steps += 1
         self.background.let()
-        if self.speculator._asking.debts:
+        if self.speculator._asking.overruns:
             self.seen.add("a drafter was in debt")
         deferred = None
         if self.scheduler.has_requests():

@@ -42,7 +42,7 @@ CHEAP = 0.02
 """Share of a step's time below which asking is worth it whatever it yields."""
 OCTAVES = 32
 """Of how many requests something is done for; more than any engine runs."""
-MOST_OWED = 1024
+MOST_OVERRUN = 1024
 """Steps, at most, after which a drafter that has taken too long is asked again."""
 GROWTH = 4
 """A step may have so many times the rows of the widest one seen, or of its own requests."""
@@ -257,7 +257,7 @@ class Asking:
         self.prices: defaultdict[str, Price] = defaultdict(Price)
         self.ms = 0.0
         """Of those asked in the step at hand, together: the caller sets it to 0.0 when a step begins."""
-        self.debts: dict[str, float] = {}
+        self.overruns: dict[str, float] = {}
         """Drafter -> milliseconds that it owes; it is not asked as long as it owes any."""
         # decode steps without what drafts took in them
         self._rest = Price()
@@ -273,7 +273,7 @@ class Asking:
         self.ms += self.prices[name].of(num_requests)
         if 0.0 < limit_ms < ms:
             # the step that it was asked in pays its share as well
-            self.debts[name] = min(ms, MOST_OWED * limit_ms)
+            self.overruns[name] = min(ms, MOST_OVERRUN * limit_ms)
 
     def passed(self, timing: StepTiming | None) -> None:
         """A step is over, which pays for itself; None: its time is not known."""
@@ -281,9 +281,9 @@ class Asking:
             self._last_batch = timing.batch
             if timing.is_decode_only and 0.0 < (ms := timing.step_ms - timing.ask_ms) < math.inf:
                 self._rest.spent(timing.batch, ms)
-        if self.debts:
+        if self.overruns:
             paid = self.limit_ms(self._last_batch)
-            self.debts = {name: owed - paid for name, owed in self.debts.items() if owed > paid}
+            self.overruns = {name: owed - paid for name, owed in self.overruns.items() if owed > paid}
 
 
 def _features(timing: StepTiming) -> list[tuple[int, float]]:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from vllm_specrollout import _core
 from vllm_specrollout.cluster.child import DrafterProcess, DrafterProcessError
-from vllm_specrollout.cluster.mail import Box
+from vllm_specrollout.cluster.mail import MailClient
 from vllm_specrollout.cluster.messages import (
     MOST_BYTES,
     MOST_REQUESTS,
@@ -115,7 +115,7 @@ class Link:
     def __init__(
         self,
         name: str,
-        mail: Box,
+        mail: MailClient,
         sampling: SamplingOf,
         *,
         window: int,

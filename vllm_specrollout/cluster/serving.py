@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from vllm_specrollout.cluster.line import Ask, Line, NoiseTrial, Survival, Tree, branches
-from vllm_specrollout.cluster.mail import Office
+from vllm_specrollout.cluster.mail import MailServer
 from vllm_specrollout.cluster.messages import (
     MOST_REQUESTS,
     VERSION,
@@ -105,7 +105,7 @@ class Serving:
     def __init__(
         self,
         engine: DraftEngine,
-        office: Office,
+        office: MailServer,
         is_over: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -59,7 +59,7 @@ def ends_of(params: SamplingParams) -> IntArray:
     return np.unique(np.asarray(given, dtype=np.int32))
 
 
-class Desk:
+class Admissions:
     """Admits requests for one engine, and remembers why some got less than trees."""
 
     def __init__(self, model_shape: DraftMode) -> None:
@@ -225,7 +225,7 @@ class RequestEntry(RequestState):
         return self.ended(count, status, weights_version)
 
 
-class RequestBook(Desk):
+class RequestBook(Admissions):
     """All requests the worker has seen and not forgotten."""
 
     def __init__(

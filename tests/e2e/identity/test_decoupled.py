@@ -26,7 +26,7 @@ from tests.e2e.identity.engines import engine, model
 from tests.e2e.short_context import with_context
 from vllm_specrollout.budgets.step_cost import TIME_SHARE, Asking
 from vllm_specrollout.cluster.child import Command, WarmDrafter
-from vllm_specrollout.cluster.mail import Box
+from vllm_specrollout.cluster.mail import MailClient
 from vllm_specrollout.cluster.messages import Message
 from vllm_specrollout.drafters.decoupled import connect
 
@@ -108,7 +108,7 @@ class Faulty:
         chance: of each fault, per message.
     """
 
-    def __init__(self, mail: Box, rng: random.Random, chance: float) -> None:
+    def __init__(self, mail: MailClient, rng: random.Random, chance: float) -> None:
         self.mail, self.rng, self.chance, self.address = mail, rng, chance, mail.address
         self.late: list[Message] = []
 

@@ -477,9 +477,9 @@ def test_a_folder_has_one_archive(tmp_path: Path, served: Served) -> None:
 
 
 def test_random_bytes_from_anybody_end_nothing(served: Served, address: str, nodes: Callable[..., Node]) -> None:
-    from vllm_specrollout.cluster.mail import Box
+    from vllm_specrollout.cluster.mail import MailClient
 
-    box, rng = Box(address), np.random.default_rng(1)
+    box, rng = MailClient(address), np.random.default_rng(1)
     whole = encode(Bring(0, f"{7:016x}.answers-0000", KIND, 1, ((5, row_of(answer("x"))),), ()))
     for _ in range(200):
         data = bytearray(whole)

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from vllm_specrollout.cluster.child import Command, DrafterProcess, WarmDrafter
 from vllm_specrollout.cluster.link import SamplingOf
-from vllm_specrollout.cluster.mail import Box
+from vllm_specrollout.cluster.mail import MailClient
 from vllm_specrollout.cluster.messages import Sampling
 from vllm_specrollout.cluster.planner import Plan, plan_engine
 from vllm_specrollout.cluster.profiles import DrafterProfile, Learning, kept, of_engine, save
@@ -137,14 +137,14 @@ def begin(runner: Any, sampling: SamplingOf) -> DecoupledDrafter | None:
         runner.placed = _placed(plans.get(config.coupled_model["model"]))
     is_apart = runner.placed is Mode.DECOUPLED
     if own.address and is_apart:
-        drafter.link(SINGLE, Box(own.address, key_file=own.key_file))
+        drafter.link(SINGLE, MailClient(own.address, key_file=own.key_file))
     for started in config.begun:
         if started.name == SINGLE and not is_apart:
             continue
         ahead, _ = plans.get(started.model, (None, None))
         process = DrafterProcess(_command(started, vllm_config))
         window = own.window or (_WINDOW if ahead is None else ahead.window)
-        drafter.link(started.name, Box(process.command.address), process, window=window)
+        drafter.link(started.name, MailClient(process.command.address), process, window=window)
         if ahead is not None:
             logger.info(
                 "Spec rollout: drafter `%s` is planned with a window of %d: %.2f tokens a step, %.2f times without",

@@ -103,7 +103,7 @@ class SpecRolloutV1(_Base):
             self.input_batch.logitsprocs = plain_processors(self)
         self.spec_rollout, self.metrics = make_speculator(vllm_config, "v1")
         self.stats = Stats()
-        self.book = self.desk = RequestBook(DraftMode.OFF, self.noise.tape)
+        self.book = self.admissions = RequestBook(DraftMode.OFF, self.noise.tape)
         self.shape: tuple[DraftMode, str] = (DraftMode.OFF, "the KV cache is not set up yet")
         is_checking = config_of(vllm_config).self_check != "off"
         self.drafting = Drafting.of(self.spec_rollout, self.parallel_config, is_checking=is_checking)
@@ -132,7 +132,7 @@ class SpecRolloutV1(_Base):
     def _set_up_drafting(self) -> None:
         """Called at the end of `initialize_kv_cache`."""
         self.shape = self._model_shape()
-        self.book = self.desk = RequestBook(self.shape[0], self.noise.tape, self.drafting.admit)
+        self.book = self.admissions = RequestBook(self.shape[0], self.noise.tape, self.drafting.admit)
         if self.speculative_config is not None:
             self.model_drafter = model_drafter_of(self) if self.shape[0] is not DraftMode.OFF else None
             follow_plain_steps(self.input_batch)

@@ -28,7 +28,7 @@ from vllm_specrollout.worker.common import Stats, config_of
 from vllm_specrollout.worker.drafting import Drafting, begin_step
 from vllm_specrollout.worker.hidden import Tap
 from vllm_specrollout.worker.models.swapping import Swapper
-from vllm_specrollout.worker.request import Desk
+from vllm_specrollout.worker.request import Admissions
 from vllm_specrollout.worker.scheduler import (
     DraftReport,
     SpecRolloutOutput,
@@ -84,7 +84,7 @@ class SpecRolloutV2(_Base):
         self.inputs = TreeInputs(self.max_num_reqs, self.max_num_tokens, device)
         self.tokens_ready = torch.cuda.Event()
         self.stats = Stats()
-        self.desk = Desk(DraftMode.OFF)
+        self.admissions = Admissions(DraftMode.OFF)
         self.shape: tuple[DraftMode, str] = (DraftMode.OFF, "the KV cache is not set up yet")
         self.mover: SlotMover | None = None
         self.experts: RoutedExperts | None = None
@@ -122,7 +122,7 @@ class SpecRolloutV2(_Base):
         if is_profiling:
             return
         self.shape = model_shape(self)
-        self.desk = Desk(self.shape[0])
+        self.admissions = Admissions(self.shape[0])
         announce(self.vllm_config, "V2", self.shape)
         self.verifier = TreeVerifier(self.sampler, self.max_draft_tokens)
         if (connector := getattr(self, "aux_output_connector", None)) is not None:
@@ -156,7 +156,7 @@ class SpecRolloutV2(_Base):
         for new in scheduler_output.scheduled_new_reqs:
             params, tokens = new.sampling_params, new.prefill_token_ids
             assert params is not None and tokens is not None
-            admission = self.desk.admit(
+            admission = self.admissions.admit(
                 params,
                 tokens[: new.prompt_len],
                 has_prompt_embeds=new.prompt_embeds is not None,
