@@ -18,10 +18,16 @@ from vllm_specrollout.types import (
     RequestBatch,
     StepPlan,
     StepRecord,
+    StepTiming,
     TreeBatch,
 )
 
 LINE = CostLine(fixed=10.0, request=1.0, draft=2.0, node=0.5, branch=0.25, ask=0.1, prompt_row=0.01)
+
+
+def decode_step(batch: int, nodes: int = 0, branches: int = 0) -> StepTiming:
+    """What it has to do; it has no time."""
+    return StepTiming(batch, batch + nodes, nodes, branches, batch, 0.0, True)
 
 
 def tree(tokens: Sequence[int], parents: Sequence[int], probability: float = 0.5, source: int = 0) -> DraftTree:
