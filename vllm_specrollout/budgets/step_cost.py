@@ -413,8 +413,8 @@ def fit_line(steps: Sequence[StepTiming], ms: Floats) -> CostLine:
         ArithmeticError, numpy.linalg.LinAlgError: no line fits them.
     """
     with np.errstate(over="raise", invalid="raise"):
-        terms = [[1, s.batch, s.nodes > 0, _trees(s), s.branches, s.context, *_pieces(s.batch + s.nodes)] for s in steps]
-        found = _fit(np.asarray(terms, float), ms, _PRIOR, _pull_of_line()).tolist()
+        x = [[1, s.batch, s.nodes > 0, _trees(s), s.branches, s.context, *_pieces(s.batch + s.nodes)] for s in steps]
+        found = _fit(np.asarray(x, float), ms, _PRIOR, _pull_of_line()).tolist()
         return CostLine(**dict(zip(_FITTED, found, strict=False)), rows=tuple(found[len(_FITTED) :]))
 
 
