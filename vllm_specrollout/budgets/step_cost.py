@@ -13,7 +13,7 @@ Where steps say nothing the table goes on straight, from flat when nothing is kn
 cost infinitely much, so that what is believed of them is tested before it is relied on.
 
 `CostLine` has what a recorded run tells besides: terms per request, tree and token of context, those of asking and of
-prompts, and a line that bends in the rows (`ROW_KNOTS`).
+prompts, and a line that may bend in the rows (`ROW_KNOTS`).
 """
 
 from __future__ import annotations
@@ -316,12 +316,17 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 Ms = Annotated[float, msgspec.Meta(ge=0.0, le=MOST)]
 COLUMNS = tuple(field.name for field in fields(StepTiming))  # of a timing that is kept; others come behind them
 
-# The terms that are fitted, before the slopes of the pieces; and what all are pulled to where the run says nothing of
-# them: shares of `fixed`, and standard deviations of that. 2-core CPU, 150 M parameters, bf16.
-_FITTED = ("fixed", "request", "draft", "tree", "branch", "context")
-_PRIOR = np.asarray([1.0, 0.003, 0.02, 0.003, 0.015, 2e-6, *[0.027] * len(ROW_KNOTS)])
-_SPREAD = np.asarray([0.5, 0.01, 0.3, 0.01, 0.02, 1e-5, *[0.16] * len(ROW_KNOTS)])
+# The terms that are fitted, and what they are pulled to where the run says nothing of them: shares of `fixed`, and how
+# strongly. A straight line has a term per node; one that bends has one per tree, and the slopes of its pieces.
+# 2-core CPU, 150 M parameters, bf16.
+_STRAIGHT = ("fixed", "request", "draft", "node", "branch", "context")
+_STRAIGHT_PRIOR = np.asarray([1.0, 0.03, 0.05, 0.03, 0.02, 0.0])
+_STRAIGHT_PULL = np.diag([0.01, 1.0, 1.0, 10.0, 10.0, 1000.0])  # in steps of one unit each
+_BENT = ("fixed", "request", "draft", "tree", "branch", "context")
+_BENT_PRIOR = np.asarray([1.0, 0.003, 0.02, 0.003, 0.015, 2e-6, *[0.027] * len(ROW_KNOTS)])
+_BENT_SPREAD = np.asarray([0.5, 0.01, 0.3, 0.01, 0.02, 1e-5, *[0.16] * len(ROW_KNOTS)])
 _PIECES_BEND = 0.02  # by how much two neighbouring pieces are expected to differ
+_WORTH_BENDING = 0.005  # median relative error that a line that bends must save
 _ROUNDS = 8
 
 
@@ -403,8 +408,8 @@ def _trees(step: StepTiming) -> int:
 
 
 def fit_line(steps: Sequence[StepTiming], ms: Floats) -> CostLine:
-    """The line through all decode steps at once. It bends in the rows: a batch of one and a batch with two hundred
-    nodes do not lie on one straight line.
+    """The line through all decode steps at once: one that bends in the rows where that fits them better than a straight
+    one. A batch of one and a batch with two hundred nodes do not lie on one straight line.
 
     Args:
         ms: [steps] what each took without asking drafters.
@@ -413,9 +418,15 @@ def fit_line(steps: Sequence[StepTiming], ms: Floats) -> CostLine:
         ArithmeticError, numpy.linalg.LinAlgError: no line fits them.
     """
     with np.errstate(over="raise", invalid="raise"):
-        x = [[1, s.batch, s.nodes > 0, _trees(s), s.branches, s.context, *_pieces(s.batch + s.nodes)] for s in steps]
-        found = _fit(np.asarray(x, float), ms, _PRIOR, _pull_of_line()).tolist()
-        return CostLine(**dict(zip(_FITTED, found, strict=False)), rows=tuple(found[len(_FITTED) :]))
+        x = np.asarray([[1, one.batch, one.nodes > 0, one.nodes, one.branches, one.context] for one in steps], float)
+        terms = _fit(x, ms, _STRAIGHT_PRIOR, _STRAIGHT_PULL).tolist()
+        straight = CostLine(**dict(zip(_STRAIGHT, terms, strict=True)))
+        x[:, 3] = [_trees(one) for one in steps]
+        x = np.hstack([x, [_pieces(one.batch + one.nodes) for one in steps]])[ms > 0.0]
+        terms = _fit(x, ms[ms > 0.0], _BENT_PRIOR, _bent_pull(), is_relative=True).tolist()
+        bent = CostLine(**dict(zip(_BENT, terms[: len(_BENT)], strict=True)), rows=tuple(terms[len(_BENT) :]))
+        saved = _error(straight, steps, ms) - _error(bent, steps, ms)
+        return bent if saved > _WORTH_BENDING else straight
 
 
 def fit_two(counts: Sequence[int], ms: Sequence[float]) -> tuple[float, float]:
@@ -437,26 +448,32 @@ def non_negative(moments: Floats, products: Floats, first: int = 0) -> Floats:
         moments[worst, worst], products[worst] = 1.0, 0.0
 
 
-def _fit(x: Floats, y: Floats, prior: Floats, pull: Floats) -> Floats:
-    """[T] least squares in relative error, with little weight for disturbed steps; 0 where nothing took any time.
+def _fit(x: Floats, y: Floats, prior: Floats, pull: Floats, *, is_relative: bool = False) -> Floats:
+    """[T] least squares, in relative error if asked for, with little weight for disturbed steps.
 
     Args:
-        x, y: [N, T], [N] what multiplies the terms, and their sum.
+        x: [N, T] what multiplies the terms.
         prior, pull: [T], [T, T] what the terms are pulled to, as shares of their scale, and the precision of that.
     """
-    if not (y > 0.0).any():
-        return np.zeros(len(prior))
-    x = x[y > 0.0] / y[y > 0.0, None]
-    scale = float(np.median(1.0 / np.maximum(x @ prior, 1e-30)))
-    weights, noise = np.ones(len(x)), _NOISE
+    if is_relative:
+        x, y = x / y[:, None], np.ones(len(y))
+    scale = float(np.median(y / np.maximum(x @ prior, 1e-30 if is_relative else 1e-9)))
+    weights, noise, precision = np.ones(len(y)), _NOISE, pull
     for _ in range(_ROUNDS):
-        precision = pull * (noise / scale) ** 2
+        if is_relative:
+            precision = pull * (noise / scale) ** 2
         weighed = (x * weights[:, None]).T
-        terms = non_negative(weighed @ x + precision, weighed.sum(axis=1) + scale * (precision @ prior))
-        off = np.abs(1.0 - x @ terms)
-        weights = np.minimum(1.0, 2.0 * noise / np.maximum(off, 1e-12))
+        terms = non_negative(weighed @ x + precision, weighed @ y + scale * (precision @ prior))
+        off = np.abs(y - x @ terms)
+        bound = 2.0 * noise if is_relative else 3.0 * max(float(np.median(off)), 1e-6)
+        weights = np.minimum(1.0, bound / np.maximum(off, 1e-12))
         noise = max(_NOISE, float(np.sqrt(np.mean(np.minimum(off, 4.0 * noise) ** 2))))
     return terms
+
+
+def _error(line: CostLine, steps: Sequence[StepTiming], ms: Floats) -> float:
+    """Median relative error."""
+    return float(np.median(np.abs(np.asarray([line.step_ms(one) for one in steps]) - ms) / np.maximum(ms, 1e-9)))
 
 
 def _pieces(rows: int) -> Floats:
@@ -466,9 +483,9 @@ def _pieces(rows: int) -> Floats:
     return past
 
 
-def _pull_of_line() -> Floats:
-    """[T, T] precision of `_PRIOR`."""
-    pull = np.diag(1.0 / _SPREAD**2)
-    for piece in range(len(_FITTED), len(pull) - 1):
+def _bent_pull() -> Floats:
+    """[T, T] precision of `_BENT_PRIOR`."""
+    pull = np.diag(1.0 / _BENT_SPREAD**2)
+    for piece in range(len(_BENT), len(pull) - 1):
         pull[piece : piece + 2, piece : piece + 2] += np.asarray([[1.0, -1.0], [-1.0, 1.0]]) / _PIECES_BEND**2
     return pull
