@@ -1,4 +1,4 @@
-"""What a head's trees of each shape bring, out of an engine: more nodes that go on, and more nodes, are worth their rows.
+"""What a head's trees of each shape bring, out of an engine: where more nodes go on, more drafts are accepted.
 
 A comb is a beam of one. TLT (section 5.1) drafts 10 levels, 8 beams and 64 nodes. The policy is nearly greedy at
 temperature 1, so a shape gains less there than with one that has more to choose from.
