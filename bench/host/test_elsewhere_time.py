@@ -17,14 +17,14 @@ import pytest
 
 from tests.reference.decoupled import VOCABULARY, FakeEngine, sampling, token_at
 from vllm_specrollout._core import HistoryIndex
-from vllm_specrollout.cluster.mail import Box, Office
+from vllm_specrollout.cluster.mail import MailClient, MailServer
 from vllm_specrollout.cluster.serving import Serving
-from vllm_specrollout.config.drafters import HistoryConfig
+from vllm_specrollout.config.drafters import MAX_MATCHES, HistoryConfig
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.history.index_cache import IndexCache
 from vllm_specrollout.history.store import HistoryStore
-from vllm_specrollout.types import DraftLimits, FinishedRequest, FinishReason, RequestBatch, RequestView
+from vllm_specrollout.types import Answer, DraftLimits, FinishReason, RequestBatch, RequestView
 
 BATCHES = [1, 16, 64, 256]
 NODES = 16
@@ -72,7 +72,7 @@ def test_time_of_drafts_from_history(benchmark: Any, batch: int) -> None:
     """Each request's answer was given before, so that each step drafts."""
 
     def index() -> HistoryIndex:
-        return HistoryIndex(min_match=config.min_match, max_match=config.max_match, max_matches=config.max_matches)
+        return HistoryIndex(min_match=config.min_match, max_match=config.max_match, max_matches=MAX_MATCHES)
 
     config = HistoryConfig()
     store = HistoryStore(config)
@@ -96,15 +96,15 @@ def test_time_of_drafts_from_history(benchmark: Any, batch: int) -> None:
 
 def _ended(drafter: HistoryDrafter, i: int, answer: np.ndarray) -> None:
     prompt = np.array([token_at(i, at) for at in range(_PROMPT)], np.int32)
-    drafter.finish(FinishedRequest(f"earlier {i}", str(i), prompt, answer, FinishReason.FINISHED))
+    drafter.finish(Answer(f"earlier {i}", str(i), prompt, answer, FinishReason.FINISHED))
 
 
 @pytest.mark.parametrize("batch", BATCHES)
 def test_time_of_drafts_from_elsewhere(benchmark: Any, batch: int, tmp_path: Path) -> None:
     """The other end drafts between the steps, in the same thread: what is timed is to tell it, and to hear it."""
-    office = Office(f"ipc://{tmp_path}/socket")
+    office = MailServer(f"ipc://{tmp_path}/socket")
     drafter = DecoupledDrafter(sampling, 0, vocab_size=VOCABULARY)
-    link = drafter.link("bench", Box(office.address))
+    link = drafter.link("bench", MailClient(office.address))
     engine = FakeEngine(random.Random(0), max_requests=2 * batch)
     serving = Serving(engine, office)
 

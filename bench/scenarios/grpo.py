@@ -32,7 +32,6 @@ ABLATIONS: Mapping[str, Mapping[str, Any]] = {
     "no rewards": {"history": {"reward_weight": 0.0}},
     "no siblings": {"history": {"siblings": False}},
     "one epoch": {"history": {"epochs": 1}},
-    "global index": {"history": {"scope": "global"}},
 }
 """Variants of ours: name -> what is laid over its configuration."""
 _QUICK = {"problems": 2, "problems_per_step": 2, "samples": 2, "epochs": 2, "batch": 4, "max_tokens": 24}

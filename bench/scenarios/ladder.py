@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from vllm_specrollout.cluster import Answer, SpecGroup
+from vllm_specrollout.cluster import GroupAnswer, SpecGroup
 from vllm_specrollout.cluster.ladder import LADDERS
 from vllm_specrollout.cluster.lending import LENT
 from vllm_specrollout.cluster.planner import choose_ladder
@@ -63,7 +63,7 @@ class TimedGroup(SpecGroup):
 
     def timed(
         self, ladder: str, prompts: Sequence[list[int]], params: Sequence[dict[str, Any]]
-    ) -> tuple[list[Answer], float]:
+    ) -> tuple[list[GroupAnswer], float]:
         """The answers with a ladder, and the makespan in seconds. All ladders have the same engines and drafters."""
         if ladder == AUTO:
             ladder, _ = choose_ladder(self._run(self._profiles()))

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from vllm_specrollout.budgets.base import Budget
-from vllm_specrollout.budgets.step_cost import CostLine, Load, load_of
+from vllm_specrollout.budgets.step_cost import CostLine
 from vllm_specrollout.observe.guard import Guard
-from vllm_specrollout.replay.cost import Cost, cost_of
+from vllm_specrollout.replay.cost import cost_of
 from vllm_specrollout.replay.records import Trace
 from vllm_specrollout.replay.requests import RecordedDrafter, ReplayedRequest, requests_of, verified
 from vllm_specrollout.speculator import PlannedStep, Speculator
@@ -54,7 +54,7 @@ class Result:
         return self.drafted - self.accepted
 
 
-def replay(trace: Trace, budget: Budget, cost: Cost | None = None) -> Result:
+def replay(trace: Trace, budget: Budget, cost: CostLine | None = None) -> Result:
     """Run a budget on a trace. Deterministic if the budget is.
 
     Args:
@@ -70,10 +70,10 @@ def replay(trace: Trace, budget: Budget, cost: Cost | None = None) -> Result:
 class _Replay:
     """The engine's stand-in: one batch, one queue, one clock."""
 
-    def __init__(self, trace: Trace, budget: Budget, cost: Cost) -> None:
+    def __init__(self, trace: Trace, budget: Budget, cost: CostLine) -> None:
         self._header = trace.header
         self._cost = cost
-        self._queue = deque(requests_of(trace, cost.prompt_share if isinstance(cost, CostLine) else 1.0))
+        self._queue = deque(requests_of(trace, cost.prompt_share))
         self._running: list[ReplayedRequest] = []
         self._over: list[ReplayedRequest] = []
         self._now_ms = 0.0
@@ -148,9 +148,8 @@ class _Replay:
             if self._late is not None:
                 self._speculator.timed(self._late)
             self._draft(running)
-        load = replace(load_of(timing), prompt_rows=sum(prompt_rows.values()), asked=self._asked)
-        step_ms = self._cost.step_ms(load)
-        self._late = replace(timing, step_ms=step_ms, ask_ms=self._ask_ms(load))
+        step_ms = self._cost.step_ms(timing, sum(prompt_rows.values()), self._asked)
+        self._late = replace(timing, step_ms=step_ms, ask_ms=self._cost.ask_ms(self._asked))
         self._now_ms += step_ms
         self._step_ms.append(step_ms)
         self._nodes.append(timing.nodes)
@@ -167,14 +166,10 @@ class _Replay:
         trees = self._planned.plan.trees
         return cut(trees, np.where([request.is_over for request in self._drafted_for], 0, trees.sizes))
 
-    def _ask_ms(self, load: Load) -> float:
-        """What of a step's time asking drafters takes."""
-        return self._cost.step_ms(load) - self._cost.step_ms(replace(load, asked=0)) if load.asked else 0.0
-
     def _spend(self, num_requests: int) -> None:
         """Drafters are asked for so many requests."""
         self._asked = num_requests
-        self._asking_ms += self._ask_ms(Load(batch=num_requests, asked=num_requests))
+        self._asking_ms += self._cost.ask_ms(num_requests)
 
     def _timing(self, prompt_rows: dict[str, int], trees: TreeBatch) -> StepTiming:
         """What the forward pass has to do; tokens and time come later."""
