@@ -17,7 +17,7 @@ import numpy as np
 
 from vllm_specrollout.budgets.step_cost import Count
 from vllm_specrollout.errors import ConfigError, SpecRolloutError, shown
-from vllm_specrollout.replay.files import Lines
+from vllm_specrollout.replay.files import PackedLines
 from vllm_specrollout.replay.records import MAGIC, Token
 from vllm_specrollout.types import IntArray
 
@@ -52,7 +52,7 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class DumpedAnswer:
     """An answer, and to what."""
 
     problem_id: str
@@ -62,15 +62,15 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout:
+class DumpedRollout:
     """Answers that were generated together."""
 
     # as told; else how many times its problems had been answered before, and one
     epoch: int
-    answers: tuple[Told, ...]
+    answers: tuple[DumpedAnswer, ...]
 
 
-def read_dump(path: Path, encode: Encode | None = None) -> list[Rollout]:
+def read_dump(path: Path, encode: Encode | None = None) -> list[DumpedRollout]:
     """The rollouts of a dump, in the order of their epochs and steps.
 
     Args:
@@ -80,7 +80,7 @@ def read_dump(path: Path, encode: Encode | None = None) -> list[Rollout]:
         DumpError: it cannot be read, a line is none, or it holds no answer.
         ConfigError: a line has texts, and there is no `encode`.
     """
-    lines, told = list[_Line](), list[Told]()
+    lines, told = list[_Line](), list[DumpedAnswer]()
     problems: dict[bytes, str] = {}
     for number, text in _numbered(path):
         line = _decoded(path, number, text, lines)
@@ -90,14 +90,14 @@ def read_dump(path: Path, encode: Encode | None = None) -> list[Rollout]:
         lines.append(line)
         # without an id, the prompt tells the problem
         own = problems.setdefault(prompt.tobytes(), f"prompt {len(problems) + 1}")
-        told.append(Told(own if line.problem_id is None else str(line.problem_id), prompt, answer))
+        told.append(DumpedAnswer(own if line.problem_id is None else str(line.problem_id), prompt, answer))
     if not told:
         raise DumpError(f"`{path}` holds no answer", f"give a line for each answer: {_FIELDS}")
     return list(_rollouts(lines, told))
 
 
 def _numbered(path: Path) -> Iterable[tuple[int, bytearray]]:
-    lines = Lines(path, f"name a file of JSON lines: {_FIELDS}")
+    lines = PackedLines(path, f"name a file of JSON lines: {_FIELDS}")
     last = 0
     for last, line in enumerate(lines, start=1):
         if line.strip():
@@ -148,9 +148,9 @@ def _tokens(path: Path, number: int, line: _Line, encode: Encode | None) -> tupl
     return found[0], found[1]
 
 
-def _rollouts(lines: Sequence[_Line], told: Sequence[Told]) -> Iterable[Rollout]:
+def _rollouts(lines: Sequence[_Line], told: Sequence[DumpedAnswer]) -> Iterable[DumpedRollout]:
     """Lines of one epoch and step are one rollout; who tells no epoch is in that which its problems say."""
-    groups: dict[tuple[int, int], list[Told]] = {}
+    groups: dict[tuple[int, int], list[DumpedAnswer]] = {}
     for line, one in zip(lines, told, strict=True):
         groups.setdefault((line.epoch or 0, line.step or 0), []).append(one)
     seen: Counter[str] = Counter()
@@ -160,4 +160,4 @@ def _rollouts(lines: Sequence[_Line], told: Sequence[Told]) -> Iterable[Rollout]
         seen.update(problems)
         # of equally many, the later one
         guess = 1 + max(before, key=lambda times: (before[times], times))
-        yield Rollout(guess if lines[0].epoch is None else epoch, tuple(answers))
+        yield DumpedRollout(guess if lines[0].epoch is None else epoch, tuple(answers))

@@ -180,7 +180,7 @@ def read_trace(path: Path) -> Trace:
     Raises:
         TraceError: no such file, not a trace, of another version, or damaged.
     """
-    lines = Lines(path)
+    lines = PackedLines(path)
     numbered = enumerate(lines, start=1)
     header = _read_header(path, next(numbered, (1, bytearray()))[1])
     arrivals: list[Arrival] = []
@@ -215,7 +215,7 @@ def _read_header(path: Path, line: bytearray) -> Header:
     return header
 
 
-class Lines:
+class PackedLines:
     """The lines of a packed file; a last line without an end is left out, and `is_cut` tells.
 
     Args:

@@ -31,11 +31,11 @@ from vllm_specrollout.history.index_cache import IndexCache
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.replay.anchors import ANCHORS
 from vllm_specrollout.replay.cost import Cost, cost_of
-from vllm_specrollout.replay.dump import Rollout
+from vllm_specrollout.replay.dump import DumpedRollout
 from vllm_specrollout.replay.files import read_trace
 from vllm_specrollout.replay.records import Arrival, End, Header
 from vllm_specrollout.replay.requests import ReplayedRequest
-from vllm_specrollout.replay.simulate import Asking, Replay, Result
+from vllm_specrollout.replay.simulate import AskingClock, Replay, Result
 from vllm_specrollout.scheduling.longest_first import Queue
 from vllm_specrollout.types import DraftLimits, FinishReason, RequestBatch, RequestView, TreeBatch
 
@@ -101,7 +101,7 @@ class EpochForecast:
 
 
 def forecast(
-    rollouts: Sequence[Rollout], config: SpecRolloutConfig, times: StepTimes, batch: int, seed: int = 0
+    rollouts: Sequence[DumpedRollout], config: SpecRolloutConfig, times: StepTimes, batch: int, seed: int = 0
 ) -> list[EpochForecast]:
     """Each epoch of the rollouts, decoded plainly and with drafts. Deterministic.
 
@@ -113,7 +113,7 @@ def forecast(
         UnsupportedError: the configuration has drafts made by a model, or by a class of the user's.
     """
     cost = times.cost
-    asking, off = Asking(cost), Asking(cost)
+    asking, off = AskingClock(cost), AskingClock(cost)
     widest = max(len(one.prompt) for rollout in rollouts for one in rollout.answers)
     header = Header(
         runner=times.runner,
@@ -126,7 +126,7 @@ def forecast(
     drafters = list(_drafters(config, asking.spend))
     ours = Replay(header, cost, asking, drafters, make_budget(config, seed=seed), order)
     plain = Replay(header, cost, off, [], OffBudget())
-    found: dict[int, list[tuple[Rollout, Result, Result]]] = {}
+    found: dict[int, list[tuple[DumpedRollout, Result, Result]]] = {}
     for number, rollout in enumerate(rollouts):
         both = (plain.run(list(_requests(rollout, number))), ours.run(list(_requests(rollout, number))))
         found.setdefault(rollout.epoch, []).append((rollout, *both))
@@ -135,7 +135,7 @@ def forecast(
     return [_summed(epoch, runs) for epoch, runs in found.items()]
 
 
-def _summed(epoch: int, runs: Sequence[tuple[Rollout, Result, Result]]) -> EpochForecast:
+def _summed(epoch: int, runs: Sequence[tuple[DumpedRollout, Result, Result]]) -> EpochForecast:
     answers = [one.answer for rollout, _, _ in runs for one in rollout.answers]
     plain, ours = [one for _, one, _ in runs], [one for _, _, one in runs]
     yielded, asked = sum(one.decode_tokens for one in ours), sum(one.request_steps for one in ours)
@@ -153,7 +153,7 @@ def _summed(epoch: int, runs: Sequence[tuple[Rollout, Result, Result]]) -> Epoch
     )
 
 
-def _requests(rollout: Rollout, number: int) -> Iterable[ReplayedRequest]:
+def _requests(rollout: DumpedRollout, number: int) -> Iterable[ReplayedRequest]:
     """All there at once; a prompt is computed for its first sample, and its blocks serve the others."""
     longest, known = max(len(one.answer) for one in rollout.answers), set[bytes]()
     for i, one in enumerate(rollout.answers):

@@ -68,12 +68,12 @@ def replay(trace: Trace, budget: Budget, cost: Cost | None = None) -> Result:
     """
     cost = cost or cost_of(trace)
     requests = requests_of(trace, cost.prompt_share if isinstance(cost, CostLine) else 1.0)
-    asking = Asking(cost)
+    asking = AskingClock(cost)
     drafter = RecordedDrafter(trace, {request.view.request_id: request for request in requests}, asking.spend)
     return Replay(trace.header, cost, asking, [drafter], budget).run(requests)
 
 
-class Asking:
+class AskingClock:
     """Simulated time of the drafters, which nobody else's clock knows of."""
 
     def __init__(self, cost: Cost) -> None:
@@ -109,7 +109,7 @@ class Replay:
         self,
         header: Header,
         cost: Cost,
-        asking: Asking,
+        asking: AskingClock,
         drafters: Sequence[Drafter],
         budget: Budget,
         order: Queue | None = None,

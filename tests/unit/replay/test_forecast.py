@@ -9,7 +9,7 @@ from tests.unit.replay.test_dump import GRPO, TRACE
 from vllm_specrollout.budgets.step_cost import CostLine
 from vllm_specrollout.config import parse
 from vllm_specrollout.errors import SpecRolloutError
-from vllm_specrollout.replay.dump import Rollout, Told, read_dump
+from vllm_specrollout.replay.dump import DumpedAnswer, DumpedRollout, read_dump
 from vllm_specrollout.replay.forecast import StepTimes, forecast, step_times
 
 LINE = StepTimes(name="line", told="", cost=CostLine(fixed=10.0, request=1.0, node=0.1))
@@ -17,7 +17,7 @@ FIXED = {"budget": "fixed", "shape": "chain"}
 
 
 def told(answer, problem="p", prompt=(1, 2, 3)):
-    return Told(problem, np.asarray(prompt, np.int32), np.asarray(answer, np.int32))
+    return DumpedAnswer(problem, np.asarray(prompt, np.int32), np.asarray(answer, np.int32))
 
 
 def new_text(seed, length=40):
@@ -27,7 +27,8 @@ def new_text(seed, length=40):
 
 def test_an_answer_that_comes_again_is_drafted_from_the_epoch_before():
     answer = new_text(0)
-    first, second = forecast([Rollout(1, (told(answer),)), Rollout(2, (told(answer),))], parse(FIXED), LINE, 4)
+    rollouts = [DumpedRollout(epoch, (told(answer),)) for epoch in (1, 2)]
+    first, second = forecast(rollouts, parse(FIXED), LINE, 4)
     # nothing is known in the first: a step a token, each of 11 ms
     assert (first.plain_steps, first.ours_steps, first.accepted) == (40, 40, 0)
     assert first.plain_ms == pytest.approx(40 * 11.0) and first.speedup == pytest.approx(1.0)
@@ -36,26 +37,26 @@ def test_an_answer_that_comes_again_is_drafted_from_the_epoch_before():
 
 
 def test_what_was_never_said_gains_nothing():
-    rollouts = [Rollout(epoch, (told(new_text(epoch), f"p{epoch}"),)) for epoch in (1, 2)]
+    rollouts = [DumpedRollout(epoch, (told(new_text(epoch), f"p{epoch}"),)) for epoch in (1, 2)]
     for epoch in forecast(rollouts, parse({}), LINE, 4):
         assert epoch.ours_steps == epoch.plain_steps and epoch.accepted == 0
 
 
 def test_another_problems_answer_does_not_draft():
     answer = new_text(0)
-    rollouts = [Rollout(1, (told(answer, "p"),)), Rollout(2, (told(answer, "q"),))]
+    rollouts = [DumpedRollout(1, (told(answer, "p"),)), DumpedRollout(2, (told(answer, "q"),))]
     assert forecast(rollouts, parse(FIXED), LINE, 4)[1].accepted == 0
 
 
 def test_a_sibling_that_is_ahead_drafts_in_the_first_epoch():
     answer = new_text(0, 60)
     # a sibling is admitted once the first one is over
-    (epoch,) = forecast([Rollout(1, (told(answer), told(answer)))], parse(FIXED), LINE, 1)
+    (epoch,) = forecast([DumpedRollout(1, (told(answer), told(answer)))], parse(FIXED), LINE, 1)
     assert epoch.plain_steps == 120 and epoch.ours_steps < 75
 
 
 def test_epochs_are_summed_over_their_rollouts():
-    rollouts = [Rollout(1, (told(new_text(i), f"p{i}"),)) for i in range(3)]
+    rollouts = [DumpedRollout(1, (told(new_text(i), f"p{i}"),)) for i in range(3)]
     (epoch,) = forecast(rollouts, parse({}), LINE, 4)
     assert (epoch.num_answers, epoch.num_tokens, epoch.plain_steps) == (3, 120, 120)
 
@@ -63,14 +64,14 @@ def test_epochs_are_summed_over_their_rollouts():
 def test_a_prompt_is_computed_once_for_all_its_samples():
     cost = StepTimes(name="prompts", told="", cost=CostLine(fixed=1.0, prompt_row=1.0))
     prompt = tuple(range(1, 101))
-    rollout = Rollout(1, tuple(told([5], prompt=prompt) for _ in range(3)))
+    rollout = DumpedRollout(1, tuple(told([5], prompt=prompt) for _ in range(3)))
     (epoch,) = forecast([rollout], parse({}), cost, 4)
     assert epoch.plain_ms == pytest.approx(1.0 + 100 + 2 * 16)
 
 
 def test_long_answers_are_admitted_first_once_their_lengths_are_known():
     answers = [told(new_text(i, 10), f"s{i}") for i in range(8)] + [told(new_text(9, 80), "long")]
-    rollouts = [Rollout(epoch, tuple(answers)) for epoch in (1, 2)]
+    rollouts = [DumpedRollout(epoch, tuple(answers)) for epoch in (1, 2)]
     plain_line = parse({"budget": "off"})
     first, second = forecast(rollouts, plain_line, LINE, 2)
     assert first.ours_steps == first.plain_steps == second.plain_steps
@@ -94,7 +95,7 @@ def test_a_forecast_is_the_same_twice_and_later_epochs_gain_more(name):
 def test_the_users_own_folder_is_left_alone(tmp_path):
     folder = tmp_path / "history"
     config = parse({"history": {"dir": str(folder)}})
-    forecast([Rollout(1, (told(new_text(0)),))], config, LINE, 4)
+    forecast([DumpedRollout(1, (told(new_text(0)),))], config, LINE, 4)
     assert not folder.exists()
 
 
@@ -114,7 +115,7 @@ def test_a_recorded_trace_gives_the_steps_of_its_engine():
 def test_what_needs_an_engine_is_refused(given, words):
     config = dataclasses.replace(parse({}), **given)
     with pytest.raises(SpecRolloutError, match=words):
-        forecast([Rollout(1, (told([5]),))], config, LINE, 4)
+        forecast([DumpedRollout(1, (told([5]),))], config, LINE, 4)
 
 
 def test_steps_of_no_name_are_refused_with_the_names_there_are():
