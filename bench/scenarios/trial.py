@@ -238,7 +238,8 @@ class Trial(EngineScenario):
         yield Table(found.rows, columns(*shown))
         more = found.extra
         most = ", three times of four" if self.rounds > 2 else ""
-        yield f"stock against itself, the same again: at most {more['scatter']:.2f}x{most}; less than that is no finding"
+        itself = f"at most {more['scatter']:.2f}x{most}"
+        yield f"stock against itself, the same again: {itself}; less than that is no finding"
         if more["rival"]:
             speeds = ", ".join(f"{one:.2f}x in epoch {i}" for i, one in enumerate(more["rival"], 1))
             yield f"vLLM's own ngram: {speeds}, by tokens per second; its tokens are not those of plain decoding"

@@ -42,7 +42,8 @@ ARMS = {
 
 
 class WhatIfInputs(AnswersInputs):
-    """All but the steps (replay/anchors.py) are free. Engines: a 7B model on one GPU each, 8 to a host, 8 hosts to a rack."""
+    """All but the steps (replay/anchors.py) are free. Engines: a 7B model on one GPU each, 8 to a host, 8 hosts to a
+    rack."""
 
     engines: tuple[Number, ...] = (8, 64, 256, 1024)
     # batches, with seeds that follow each other

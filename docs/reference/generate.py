@@ -1,4 +1,7 @@
-"""Writes the reference pages beside this file, and the map in CONTRIBUTING.md, from the code itself. `make docs` runs it; a test keeps them current."""
+"""Writes the reference pages beside this file, and the map in CONTRIBUTING.md, from the code itself.
+
+`make docs` runs it; a test keeps them current.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,6 @@ from vllm_specrollout.config import parse
 from vllm_specrollout.replay.dump import read_dump
 from vllm_specrollout.replay.forecast import forecast, step_times
 
-
 pytestmark = pytest.mark.nightly
 
 

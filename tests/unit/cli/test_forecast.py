@@ -35,7 +35,9 @@ def test_a_rollout_that_is_over_is_told_at_every_anchor_without_an_engine(tmp_pa
 
 def test_steps_may_be_an_anchors_or_those_of_a_trace(tmp_path) -> None:
     out = tmp_path / "rows.json"
-    run(f"--from={GRPO[0]}", "--steps", TRACE, "--steps", "h200-7b", "--out", out, "--spec-rollout", '{"budget": "off"}')
+    run(
+        f"--from={GRPO[0]}", "--steps", TRACE, "--steps", "h200-7b", "--out", out, "--spec-rollout", '{"budget": "off"}'
+    )
     assert [row["steps"] for row in json.loads(out.read_text())] == [TRACE.name, "h200-7b"]
     assert all(row["speedup"] == 1.0 and row["drafted"] == 0 for row in json.loads(out.read_text()))
 
