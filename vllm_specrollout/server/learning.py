@@ -345,11 +345,12 @@ async def _attend(ref: Callable[[], Any], learning: HeadLearning) -> None:
 def learn(llm: Any, seconds: float = 60.0) -> dict[str, int]:
     """Have the head of an `LLM` learn from what was answered: call it between two `generate`s.
 
-    It returns once nothing is to be learned. Where the trainer has `train.devices` of its own, it goes on behind.
+    It returns once nothing is to be learned. The best head of the call drafts from its end on, if it is better than the
+    one before. Where the trainer has `train.devices` of its own, it goes on behind.
 
     Args:
         llm: started with `{"train": "auto"}`.
-        seconds: the most that it may take.
+        seconds: the most that it may take, but for the writing of a head.
 
     Returns:
         "number" of the head that drafts, and of its "parent"; times that it "went_back"; and what the metrics

@@ -227,7 +227,7 @@ def test_of_several_engines_one_leads_the_others_prefill_and_load(engine: FakeEn
 def test_an_engine_that_is_called_gets_the_best_head_of_the_call_at_its_end(
     engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between two rollouts nothing says what a head is worth in the engine: one publication is worth as much as many."""
+    """Between two rollouts nothing says what a head is worth in the engine."""
     llm = SimpleNamespace(spec_rollout_learning=engine.learning)
     wished: list[tuple[bool, int]] = []
 
