@@ -204,7 +204,7 @@ FIELDS: Mapping[str, Field] = {
     "learned_rows": Field("rows learned", is_kept=True),
     "published": Field("heads", is_kept=True),
     "trainer_s": Field("trainer, s", is_kept=True),
-    "digest": _KEPT,
+    "digest": Field("tokens", is_kept=True),
     "commit": _TOLD,
 }
 

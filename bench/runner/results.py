@@ -192,7 +192,7 @@ CURVES = columns(
 )
 LEARN = columns(
     *("epoch", "name: engine", "identical", "steps_of_both", "accepted_per_draft", "of_first", "learned_rows"),
-    *("published", "trainer_s", "speedup_told: times"),
+    *("published", "trainer_s", "speedup_told: times", "digest"),
 )
 SERVING = columns("name: run", "identical", "tokens_per_s", "ratio: of stock's", "ratio_quartiles", "added_us")
 LADDER = columns("ladder_told", "makespan_s", "speedup_told: times", "of_best", "moved", "lent")

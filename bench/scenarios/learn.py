@@ -106,8 +106,8 @@ class Learn(EngineScenario):
         with engines.doing("warm-up"):
             # like no task, so that nothing is learned from them
             strange = [ids[::-1] for ids in prompts[: self.batch]]
+            params = asking(owners[: self.batch], 0, WARM_UP_TOKENS, is_ours=False)
             for name in (STOCK, *self.engines):
-                params = asking(owners[: self.batch], 0, WARM_UP_TOKENS, is_ours=False)
                 engines.run(name, strange, params)
         pairs = engines.rounds({"all": self.engines}, range(self.epochs), run, after=after)
         return {arm: pairs["all", arm] for arm in self.engines}, learned
@@ -122,12 +122,6 @@ class Learn(EngineScenario):
     def told(self, found: Found) -> Iterator[Table | str]:
         yield Table(found.rows, LEARN, left=2)
         yield from (f"epoch {row.epoch}, {row.name}: {row.difference}" for row in found.rows if not row.identical)
-        for epoch in range(1, self.epochs + 1):
-            whose: dict[str, list[str]] = {}
-            for row in found.rows:
-                if row.epoch == epoch:
-                    whose.setdefault(row.digest, []).append(row.name)
-            yield from (f"epoch {epoch}, tokens {digest}: {', '.join(names)}" for digest, names in whose.items())
 
 
 def epoch_rows(pairs: Mapping[str, Sequence[Pair]], learned: Learnings, batch: int, depth: int) -> list[Row]:

@@ -105,7 +105,7 @@ def test_each_epoch_is_told_with_what_was_learned_before_it(measured):
     assert all(row["identical"] and row["speedup"] == pytest.approx(2.0) for row in rows.values())
     # the same tokens in all engines, other ones in each epoch
     assert len({row["digest"] for row in rows.values()}) == 3
-    assert f"epoch 3, tokens {rows[3, 'frozen']['digest']}: {', '.join(ENGINES)}" in printed
+    assert printed.count(rows[3, "frozen"]["digest"]) == len(ENGINES)
     table = TABLES["learn"](reduced(report))
     assert table.count("\n") == 1 + len(rows) and "| 3 | online | yes |" in table
 
