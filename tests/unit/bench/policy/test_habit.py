@@ -14,7 +14,7 @@ from bench.policy.habit import take_up_habit
 def test_a_habit_changes_the_weights_and_leaves_the_tasks_as_they_were(tmp_path):
     usual = dict(tasks.STYLES)
     folder = take_up_habit(tmp_path / "policy", steps=1)
-    assert tasks.STYLES == usual
+    assert usual == tasks.STYLES
     old, new = (load_file(one / "model.safetensors") for one in (CHECKPOINT, folder))
     assert {name: one.shape for name, one in old.items()} == {name: one.shape for name, one in new.items()}
     assert all((old[name].float() != one).any() for name, one in new.items())
