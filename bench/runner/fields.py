@@ -188,7 +188,8 @@ FIELDS: Mapping[str, Field] = {
     "value_told": Field("value", show=_judged("value")),
     "limit_told": Field("limit", show=_judged("limit")),
     # of an RL loop
-    **dict.fromkeys(("epoch", "engine", "weights_version", "runs", "update", "train_s", "push_s"), _TOLD),
+    "epoch": _KEPT,
+    **dict.fromkeys(("engine", "weights_version", "runs", "update", "train_s", "push_s"), _TOLD),
     # share of problems with a right answer, of answers cut off; seconds a token of suffix over this engine's
     **dict.fromkeys(("solved", "mean_tokens", "cut_share", "wall_s", "num_tokens", "speedup_on_suffix"), _TOLD),
     # requests whose tokens are not stock's; cores that others kept busy meanwhile; of the inflated policy's logits
@@ -196,6 +197,14 @@ FIELDS: Mapping[str, Field] = {
     "seconds": Field(show=lambda row: None if row.get("identical") is False else f"{row['wall_s']:.1f}"),
     # of stock's answers, which are ours too; vLLM's own methods answer otherwise
     "reward": Field(show=lambda row: row["reward"] if row["engine"] == "stock" else None),
+    # of heads that learn: tokens accepted per draft, and by the first epoch's; rows learned from and heads published by
+    # then, and the trainer's seconds; of all tokens
+    "accepted_per_draft": Field("accepted a draft", is_kept=True),
+    "of_first": Field("of the first epoch's", is_kept=True),
+    "learned_rows": Field("rows learned", is_kept=True),
+    "published": Field("heads", is_kept=True),
+    "trainer_s": Field("trainer, s", is_kept=True),
+    "digest": Field("tokens", is_kept=True),
     "commit": _TOLD,
 }
 

@@ -22,6 +22,7 @@ BENCHES = {
     "engine": ("scenarios.decode", "Decode with and without drafts in one run."),
     "rollout": ("scenarios.rollout", "A rollout of the small policy's tasks."),
     "grpo": ("scenarios.grpo", "RL of the small policy, epoch after epoch."),
+    "learn": ("scenarios.learn", "Heads that learn in their engines while the policy moves."),
     "index": ("index.command", "The history index beside arctic-inference's."),
     "sweep": ("scenarios.sweep", "Batches and accuracies: auto, fixed, stock."),
     "curves": ("scenarios.curves", "Recorded answers at growing batches, on a model of any size."),
