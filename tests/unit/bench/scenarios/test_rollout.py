@@ -1,7 +1,5 @@
 """The rollout benchmark's arithmetic: how many run when, and what its steps would cost stock."""
 
-from pathlib import Path
-
 import pytest
 
 from bench.policy.reward import problems
@@ -66,4 +64,4 @@ def test_samples_of_a_problem_share_its_id_and_no_seed():
 
 
 def test_the_settings_are_a_configuration_our_engine_takes():
-    assert parse(Rollout(max_draft_tokens=5).spec_rollout(Path("trace"))).max_draft_tokens == 5
+    assert parse(Rollout(max_draft_tokens=5).spec_rollout()).max_draft_tokens == 5
