@@ -1,4 +1,4 @@
-"""Pictures: rollouts over time, an RL loop's epochs, a driver, workers; the file's ending says the format."""
+"""Pictures: rollouts over time, an RL loop's epochs; the file's ending says the format."""
 
 from __future__ import annotations
 
@@ -84,44 +84,3 @@ def plot_epochs(steps: Sequence[Any], rows: Sequence[Any], title: str, path: Pat
         for axes in (rewards, tokens, times):
             axes.xaxis.get_major_locator().set_params(integer=True)
             axes.legend(frameon=False, fontsize=8)
-
-
-def plot_driver(rows: Sequence[Any], title: str, path: Path) -> None:
-    """What a decision, and all that a driver does, cost by the number of engines."""
-    with _panels(path, title, 2, 9) as (decision, share):
-        for colour, ladder in zip(
-            (_GREY, _BLUE, *_COLOURS), dict.fromkeys(row["ladder"] for row in rows), strict=False
-        ):
-            own = [row for row in rows if row["ladder"] == ladder]
-            engines = [row["engines"] for row in own]
-            decision.loglog(engines, [row["decision_ms"] for row in own], "o-", color=colour, label=ladder)
-            share.semilogx(engines, [100 * row["share"] for row in own], "o-", color=colour, label=ladder)
-        decision.set(xlabel="engines", ylabel="a decision, ms")
-        share.set(xlabel="engines", ylabel="of one core, %", ylim=(0, 100))
-        share.axhline(50, color=_GREY, linestyle=":")
-        decision.legend(title="ladder", frameon=False)
-
-
-def plot_workers(runs: Any, title: str, path: Path) -> None:
-    """A line per worker, a bar per request that it had, coloured by what drafted for it, as in SpecActor's Figure 14.
-
-    Args:
-        runs: title of a panel -> bars, with `worker`, `request`, `drafter`, `begin_s` and `end_s`.
-    """
-    with _panels(path, title, len(runs), 6 * len(runs), sharex=True, sharey=True) as grid:
-        all_bars = [bar for bars in runs.values() for bar in bars]
-        workers = sorted({bar.worker for bar in all_bars})
-        drafters = list(dict.fromkeys(bar.drafter for bar in all_bars))
-        colours = dict(zip(drafters, [_GREY, _BLUE, *_COLOURS] * len(drafters), strict=False))
-        for axes, (name, bars) in zip(grid, runs.items(), strict=True):
-            # worker -> its requests, in the order in which they began
-            own: dict[str, list[str]] = {worker: [] for worker in workers}
-            for bar in sorted(bars, key=lambda bar: bar.begin_s):
-                if bar.request not in own[bar.worker]:
-                    own[bar.worker].append(bar.request)
-                height = workers.index(bar.worker) + 0.2 * (own[bar.worker].index(bar.request) % 4)
-                axes.barh(height, bar.end_s - bar.begin_s, 0.18, bar.begin_s, color=colours[bar.drafter])
-            axes.set(xlabel="seconds", title=name, yticks=range(len(workers)), yticklabels=workers)
-        for drafter, colour in colours.items():
-            grid[0].barh(0, 0, color=colour, label=drafter)
-        grid[0].legend(loc="best", fontsize="small", title="drafter", frameon=False)

@@ -224,7 +224,7 @@ def make_row(name: str, batch: int, draft: int, pairs: Sequence[Pair], times: St
         times: stock's step times at this batch; None leaves `ideal` and `efficiency` out.
     """
     timed = [pair for pair in pairs if pair.is_timed]
-    last, difference = timed[-1], _difference(pairs)
+    last, difference = timed[-1], difference_of(pairs)
     counts = _counts(last.ours)
     return Row(
         name=name,
@@ -258,10 +258,15 @@ def proven_row(name: str, batch: int, draft: int, pairs: Sequence[Pair], judged:
     return row.but(**told, ties=judged.ties, differences=judged.differences, **({} if is_told else UNTOLD))
 
 
-def ratio(ours: Sequence[Pair], than: Sequence[Pair]) -> float:
-    """How many times as long the first takes as the second, median over rounds."""
+def ratios(ours: Sequence[Pair], than: Sequence[Pair]) -> list[float]:
+    """Per timed round, how many times as long the first takes as the second."""
     timed = [[pair.ours.wall_s for pair in pairs if pair.is_timed] for pairs in (ours, than)]
-    return statistics.median(one / other for one, other in zip(*timed, strict=True))
+    return [one / other for one, other in zip(*timed, strict=True)]
+
+
+def ratio(ours: Sequence[Pair], than: Sequence[Pair]) -> float:
+    """As `ratios`, the median."""
+    return statistics.median(ratios(ours, than))
 
 
 def speedup(pairs: Sequence[Pair]) -> float:
@@ -277,8 +282,8 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
-def _difference(pairs: Sequence[Pair]) -> str | None:
-    """Stock against itself first: what it does not repeat, nobody can be compared with."""
+def difference_of(pairs: Sequence[Pair]) -> str | None:
+    """In words, where a run differs first; stock from itself before all: what it does not repeat is no measure."""
     itself = [pair.stock.itself for pair in pairs if pair.stock.itself is not None]
     found = itself or [d for pair in pairs if (d := first_difference(pair.stock, pair.ours)) is not None]
     if not found:
