@@ -63,14 +63,14 @@ def _time(way: str) -> Callable[[Mapping[str, Any]], str | None]:
 
 
 def _way(name: str) -> Callable[[Mapping[str, Any]], str]:
-    """Measured, and the estimate with its error."""
+    """Measured; and of runs that were estimated too, the estimate with its error."""
 
     def show(row: Mapping[str, Any]) -> str:
         own = row["ways"][name]
         if own.get("speedup") is None:
             return "outputs differ"
         measured = f"{own['speedup']:.2f}x ({span(own['quartiles'])})"
-        if own["estimated"] is None:
+        if own.get("estimated") is None:
             return measured
         return f"{measured}; {own['estimated']:.2f}x, {own['estimated'] / own['speedup'] - 1.0:+.0%}"
 
@@ -161,9 +161,9 @@ FIELDS: Mapping[str, Field] = {
     ),
     "sharpness": Field(show=lambda row: f"{row['sharpness']:g}"),
     "draft_ms": Field("ms per draft"),
-    # way to draft -> speedup, quartiles, estimated, tokens_per_step; the fastest measured, the fastest by estimate, how
-    # much slower that is; what the estimates were made of; stock's speed in a round over its median
-    **dict.fromkeys(("ways", "fastest", "planned", "lost", "facts"), _TOLD),
+    # way to draft -> speedup, quartiles, tokens_per_step; the fastest measured; stock's speed in a round over its
+    # median. In kept rows also estimated, and the fastest by estimate
+    **dict.fromkeys(("ways", "fastest", "planned"), _TOLD),
     "stock_quartiles": Field("stock itself", show=lambda row: span(row.get("stock_quartiles"))),
     "coupled_told": Field("coupled; estimated", show=_way("coupled")),
     "decoupled_told": Field("decoupled; estimated", show=_way("decoupled")),

@@ -98,34 +98,14 @@ class Tuning(MatchingMixin):
         """What `SwitchCounter` counted since the budget was set, or since the last call."""
         return self._switches().start_over()
 
-    def spec_rollout_set_streams(self, window: int | None = None, fan_out: int | None = None) -> None:
-        """Other windows for decoupled drafters, from the next step on.
-
-        Args:
-            window, fan_out: as in `decoupled`; default: as they are.
+    def spec_rollout_set_window(self, window: int) -> None:
+        """Another draft window for decoupled drafters, from the next step on.
 
         Raises:
             UnsupportedError: no drafter runs elsewhere.
         """
         for link in attached(self.model_runner).links.values():
-            link.window, link.fan_out = window or link.window, fan_out or link.fan_out
-
-    def spec_rollout_streams(self) -> dict[str, Any]:
-        """What decoupled drafters did since this was asked last.
-
-        Returns:
-            "beats": per second, milliseconds of work, passes, and requests in them.
-
-        Raises:
-            UnsupportedError: no drafter runs elsewhere.
-        """
-        remote = attached(self.model_runner)
-        remote.receive()
-        found: dict[str, Any] = {"beats": []}
-        for link in remote.links.values():
-            found["beats"] += [[beat.busy_ms, beat.passes, beat.streams] for beat in link.beats]
-            link.beats.clear()
-        return found
+            link.window = window
 
     def _switches(self) -> SwitchCounter:
         listeners = self.model_runner.spec_rollout.listeners
