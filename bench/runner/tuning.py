@@ -115,16 +115,14 @@ class Tuning(MatchingMixin):
         listeners.append(SwitchCounter())
         return listeners[-1]
 
-    def spec_rollout_set_oracle(
-        self, path: str, accuracy: Sequence[float], position: int | None = None, then: Sequence[float] = (0.0,)
-    ) -> None:
+    def spec_rollout_set_oracle(self, path: str, accuracy: Sequence[float], position: int | None = None) -> None:
         """Other answers and another accuracy for the oracle, as `OracleDrafter.replay`.
 
         Raises:
-            ConfigError: the engine has no oracle, or the file or the accuracy cannot be used.
+            ConfigError: the engine has no oracle.
         """
         drafters = self.model_runner.spec_rollout.all_drafters()
         oracle = next((drafter for drafter in drafters if isinstance(drafter, OracleDrafter)), None)
         if oracle is None:
             raise ConfigError("the engine has no oracle", f'start it with {{"drafters": ["{ORACLE}"]}}')
-        oracle.replay(path, accuracy, position, then)
+        oracle.replay(path, accuracy, position)
