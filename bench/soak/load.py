@@ -60,11 +60,11 @@ class Arrival:
         values: dict[str, Any] = {"temperature": 1.0, "seed": self.seed, "max_tokens": max_tokens}
         return values | ({"structured_outputs": GRAMMARS[self.grammar]} if self.grammar >= 0 else {})
 
-    def body(self, max_tokens: int, *, is_ours: bool) -> dict[str, Any]:
+    def body(self, max_tokens: int) -> dict[str, Any]:
         """The body of `POST /v1/completions`; every other client names the problem, the server finds out the rest."""
         shared = {"model": NAME, "n": self.num_answers, "stream": True, "return_token_ids": True}
         values = {**shared, "prompt": prompt_text(self.problem.prompt), **self.sampling(max_tokens)}
-        if is_ours and self.number % 2 == 0:
+        if self.number % 2 == 0:
             values["vllm_xargs"] = {"spec_rollout": json.dumps({"problem_id": self.problem.problem_id})}
         return values
 
@@ -134,7 +134,7 @@ class Answer:
             self.ends[place] = choice.get("finish_reason") or self.ends[place]
 
 
-async def ask(session: aiohttp.ClientSession, arrival: Arrival, max_tokens: int, *, is_ours: bool) -> Answer | None:
+async def ask(session: aiohttp.ClientSession, arrival: Arrival, max_tokens: int) -> Answer | None:
     """The whole answer; None once the client has left, as planned.
 
     Raises:
@@ -142,7 +142,7 @@ async def ask(session: aiohttp.ClientSession, arrival: Arrival, max_tokens: int,
     """
     many = arrival.num_answers
     answer = Answer(arrival, tokens=[[] for _ in range(many)], texts=[""] * many, ends=[None] * many)
-    request = session.post("/v1/completions", json=arrival.body(max_tokens, is_ours=is_ours))
+    request = session.post("/v1/completions", json=arrival.body(max_tokens))
     if arrival.leaves_after == 0:
         # before a word came back: it waits, or its prompt is being computed
         with contextlib.suppress(TimeoutError):

@@ -135,7 +135,7 @@ def test_an_engine_that_cannot_start_says_why(model):
 def test_a_soaked_server_loses_nothing_and_answers_as_stock(tmp_path):
     app, report = typer.Typer(), tmp_path / "report.json"
     app.command()(bench_soak)
-    flags = ["--hours", 0.002, "--rate", 6, "--max-tokens", 40, "--epoch-s", 2, "--mistake-s", 0.5, "--settle-s", 1]
+    flags = ["--hours", 0.002, "--rate", 6, "--max-tokens", 40, "--epoch-s", 2, "--settle-s", 1]
     shares = ["--choices", 0.2, "--grammar", 0.2, "--leaving", 0.2, "--checked", 20]
     arguments = [*flags, *shares, "--dtype", "float32", "--out", report]
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
@@ -145,5 +145,5 @@ def test_a_soaked_server_loses_nothing_and_answers_as_stock(tmp_path):
     assert rows["requests answered"]["value"] > 10 and rows["requests left"]["value"] > 0
     assert rows["answers that are not stock's"]["identical"] and body["compared"]["tokens"] > 100
     assert rows["drafted"]["value"] > rows["accepted"]["value"] > 0
-    assert rows["bodies that no route takes"]["value"] > 0 and rows["rewards matched"]["value"] > 0
+    assert rows["rewards matched"]["value"] > 0
     assert {"front end", "engine core"} <= set(body["samples"][0]["holdings"])
