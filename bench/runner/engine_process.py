@@ -19,8 +19,6 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from vllm_specrollout.config import envs
 from vllm_specrollout.errors import SpecRolloutError
 
@@ -115,16 +113,6 @@ class EngineProcess:
     def quiet_in(self) -> float:
         """Seconds until this engine no longer takes processor time from others."""
         return max(0.0, self._last_use + QUIET_S - time.monotonic())
-
-    def cpu_s(self) -> float:
-        """Seconds of processor time that this engine's processes have used so far."""
-        seconds = 0.0
-        child = psutil.Process(self._process.pid)
-        for process in (child, *child.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):
-                times = process.cpu_times()
-                seconds += times.user + times.system
-        return seconds
 
     def close(self) -> None:
         """End the engine and its workers; by force if they are in the middle of something. Once is enough."""

@@ -182,10 +182,8 @@ FIELDS: Mapping[str, Field] = {
     "limit_told": Field("limit", show=_judged("limit")),
     # of an RL loop
     **dict.fromkeys(("epoch", "engine", "weights_version", "runs", "update", "train_s", "push_s"), _TOLD),
-    # share of problems with a right answer, of answers cut off; seconds a token of suffix over this engine's
-    **dict.fromkeys(("solved", "mean_tokens", "cut_share", "wall_s", "num_tokens", "speedup_on_suffix"), _TOLD),
-    # requests whose tokens are not stock's; cores that others kept busy meanwhile; of the inflated policy's logits
-    **dict.fromkeys(("num_differing", "idle_cores", "inflation_error"), _TOLD),
+    # share of problems with a right answer, of answers cut off; requests whose tokens are not stock's
+    **dict.fromkeys(("solved", "mean_tokens", "cut_share", "wall_s", "num_tokens", "num_differing"), _TOLD),
     "seconds": Field(show=lambda row: None if row.get("identical") is False else f"{row['wall_s']:.1f}"),
     # of stock's answers, which are ours too; vLLM's own methods answer otherwise
     "reward": Field(show=lambda row: row["reward"] if row["engine"] == "stock" else None),

@@ -17,7 +17,6 @@ from ..policy.tasks import Problem
 from ..runner.engines import OURS, PROMPT_LEN, STOCK, WARM_UP_TOKENS, Engines, asking
 from ..runner.fields import Row
 from ..runner.models import find_model
-from ..runner.plots import plot_rollout
 from ..runner.report import Found, Table, paired
 from ..runner.rows import Pair, Run, extend_sizes, ideal_rollout_speedup, make_row, row_times
 from ..runner.scenario import RoundsScenario, Session, command, flag
@@ -48,7 +47,6 @@ class Rollout(RoundsScenario):
     max_draft_tokens: int = flag(_DEFAULT.max_draft_tokens, "Most draft tokens per step.", within=(1, MAX_NODES))
     budget: str = flag(_DEFAULT.budget, "auto, fixed, or another budget's name.", choices=BUDGETS)
     seed: int = flag(0, "Of the problems and of sampling.", within=(0, 1 << 30))
-    plot: Path | None = flag(None, "Draw the running requests over time into this file.", is_setting=False)
     show_samples: int = flag(3, "Answers to print.", is_setting=False)
 
     @property
@@ -89,7 +87,6 @@ class Rollout(RoundsScenario):
             times = self._step_times(engines, prompts, pairs)
             samples = self._samples(engines, chosen, pairs[-1].stock)
         row = self._row([warm_up, *pairs], times)
-        by_speedup = sorted(range(self.rounds), key=lambda i: pairs[i].stock.wall_s / pairs[i].ours.wall_s)
         # the first answer to each problem, then the second, ...
         ordered = [sample for j in range(self.samples) for sample in samples[j :: self.samples]]
         extra: dict[str, Any] = {
@@ -98,8 +95,8 @@ class Rollout(RoundsScenario):
             "samples": ordered[: self.show_samples],
         }
         lengths = sorted(sample["num_tokens"] for sample in samples)
-        # the timed round of median speed-up; tokens of stock's last answers, ascending
-        return Found(model=title, rows=[row], extra=extra, more=(pairs[by_speedup[(self.rounds - 1) // 2]], lengths))
+        # tokens of stock's last answers, ascending
+        return Found(model=title, rows=[row], extra=extra, more=lengths)
 
     def _warm_up(self, engines: Engines, chosen: Sequence[Problem], prompts: list[list[int]]) -> Pair:
         """A few tokens of a full batch: kernels set themselves up, and stock is compared with itself."""
@@ -157,7 +154,7 @@ class Rollout(RoundsScenario):
 
     def told(self, found: Found) -> Iterator[Table | str]:
         yield from paired(found.rows)
-        _, lengths = found.more
+        lengths = found.more
         cut = sum(length >= self.max_tokens for length in lengths)
         whose = "both" if found.is_identical else "stock"
         yield (
@@ -168,9 +165,6 @@ class Rollout(RoundsScenario):
             yield f"\n[reward {one['reward']:g}, {one['num_tokens']} tokens] {one['prompt']}"
             # an untrained policy says anything, control characters too
             yield "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in one["answer"])
-
-    def draw(self, found: Found, path: Path) -> None:
-        plot_rollout(found.more[0], self.batch, self.title(found), path)
 
 
 bench_rollout = command(Rollout)

@@ -16,7 +16,7 @@ import numpy as np
 from vllm_specrollout.bench.studies.answers import AnswersInputs, Workload, draw_answers
 from vllm_specrollout.bench.studies.cluster import Outcome, Site, simulate
 from vllm_specrollout.bench.studies.formulas import MAX_WINDOW, Rate, StepLine, exact_rate, printed_rate
-from vllm_specrollout.bench.studies.report import Cell, Curve, Number, ResultTable, Share, StudyReport
+from vllm_specrollout.bench.studies.report import Cell, Number, ResultTable, Share, StudyReport
 
 from vllm_specrollout.cluster.planner import Plan, plan_devices
 from vllm_specrollout.cluster.profiles import DrafterProfile
@@ -150,7 +150,6 @@ def run(inputs: SpecActorInputs, seed: int) -> StudyReport:
     figures["plain share with 64 running"] = float(np.mean(busy))
     chosen = plans(inputs, draw_workload(inputs, seed))
     scanned, gains = scan(inputs)
-    times = {name: np.linspace(0.0, own[0].makespan_ms, 200) for name, own in arms.items()}
     columns = ("arm", "groups", "s", "ours", "paper", "faster in", "of plain", "idle", "lent")
     return StudyReport(
         title="SpecActor, section 5.4: ablation on DAPO-32B-20K, Qwen2.5-32B, 256 Hopper GPUs, TP 4",
@@ -167,11 +166,6 @@ def run(inputs: SpecActorInputs, seed: int) -> StudyReport:
         | gains
         | {f"planned {one.mode.value} tokens/s": one.total_tokens_per_s for one in chosen[::-1]},
         findings=tuple(_findings(figures)),
-        curves=tuple(
-            Curve(name, tuple((own / 1e3).tolist()), tuple(arms[name][0].running(own).tolist()))
-            for name, own in times.items()
-        ),
-        axes=("seconds of the first rollout", "requests that run"),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 from vllm_specrollout.bench.studies.formulas import StepLine
-from vllm_specrollout.bench.studies.report import Cell, Curve, Inputs, Number, ResultTable, StudyReport, error_of
+from vllm_specrollout.bench.studies.report import Cell, Inputs, Number, ResultTable, StudyReport, error_of
 
 BATCHES, TOKENS = (1, 2, 4, 8, 16, 32), (16, 32, 48, 64)
 """Rows and columns of Table 4."""
@@ -121,11 +121,6 @@ def run_table_4(inputs: Table4Inputs, seed: int) -> StudyReport:
                 if first / second < 1.005
             ),
         ),
-        curves=tuple(
-            Curve(f"batch {batch}", TOKENS, tuple(own), theirs)
-            for batch, own, theirs in zip(BATCHES, ours.tolist(), PRINTED, strict=True)
-        ),
-        axes=("tokens to verify", "speed-up over plain decoding"),
     )
 
 

@@ -3,7 +3,6 @@
 import pytest
 
 from bench.policy.reward import problems
-from bench.runner.plots import running_curve
 from bench.runner.rows import extend_sizes, ideal_rollout_speedup, row_times, running
 from bench.scenarios.rollout import Rollout
 from vllm_specrollout.config import parse
@@ -17,10 +16,6 @@ def shrinking(make_run):
 
 def test_as_many_run_as_have_not_ended_up_to_the_batch(shrinking):
     assert running(shrinking, 2) == [2, 2, 2, 2, 2, 1, 1, 1]
-
-
-def test_the_curve_falls_when_nobody_waits_any_more(shrinking):
-    assert running_curve(shrinking, 2) == ([0.0, 2.0, 4.0, 6.0, 9.0], [2, 2, 2, 1, 0])
 
 
 def test_rows_cost_what_stock_needs_for_them(shrinking):

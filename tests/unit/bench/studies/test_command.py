@@ -75,10 +75,3 @@ def test_a_mistake_is_one_error_with_a_hint(arguments, message):
     with pytest.raises(ConfigError, match=message) as caught:
         run(*arguments)
     assert "\n\nhint: " in str(caught.value)
-
-
-def test_a_picture_is_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "study.png"
-    run("tlt-table-4", "--plot", picture)
-    assert picture.read_bytes().startswith(b"\x89PNG")

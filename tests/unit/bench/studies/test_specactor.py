@@ -84,10 +84,9 @@ def test_free_workers_lend_their_drafters_in_the_ladder_alone(rollouts):
         assert [name for name, one in arms.items() if one.counts["attach"]] == ["ladder"]
 
 
-def test_the_report_has_a_row_and_a_curve_per_arm_and_says_what_does_not_come_out():
+def test_the_report_has_a_row_per_arm_and_says_what_does_not_come_out():
     report = run(smaller(rollouts=1, shortened=80), 0)
-    assert [row[0] for row in report.tables[0].rows] == list(ARMS) == [curve.label for curve in report.curves]
-    assert all(curve.y[0] == 4096 and curve.y[-1] == 0 for curve in report.curves)
+    assert [row[0] for row in report.tables[0].rows] == list(ARMS)
     assert sum("does not come out" in finding for finding in report.findings) == 2
     # plain types alone, as JSON wants them
     assert msgspec.to_builtins(report)["figures"]["plain s"] > report.figures["ladder s"]
