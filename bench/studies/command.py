@@ -20,7 +20,6 @@ from vllm_specrollout.errors import ConfigError, SpecRolloutError
 
 STUDIES: dict[str, tuple[type[Inputs], Callable[[Any, int], StudyReport]]] = {
     "tlt-table-4": (tlt.Table4Inputs, tlt.run_table_4),
-    "tlt-cycles": (tlt.CyclesInputs, tlt.run_cycles),
     "specactor": (specactor.SpecActorInputs, specactor.run),
     "rhymerl": (rhymerl.RhymeRLInputs, rhymerl.run),
     "fastgrpo": (fastgrpo.FastGrpoInputs, fastgrpo.run),
