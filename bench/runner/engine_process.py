@@ -23,7 +23,6 @@ from vllm_specrollout.config import envs
 from vllm_specrollout.errors import SpecRolloutError
 
 from . import leash
-from .rows import Run
 
 QUIET_S = 1.2
 """Seconds after its last step until an idle engine's worker blocks; vLLM polls for 1 s."""
@@ -93,16 +92,11 @@ class EngineProcess:
         self.close()
 
     def ask(self, operation: str, **arguments: Any) -> Any:
-        """The result of one operation of `engine_child.Engine`, or `EngineFailed`."""
+        """The result of one operation of `engine_child.DrivenEngine`, or `EngineFailed`."""
         try:
             return self._exchange((operation, arguments))
         finally:
             self._last_use = time.monotonic()
-
-    def generate(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> Run:
-        """Run these requests; with the worker's totals if drafts are on."""
-        has_stats = self.spec.spec_rollout is not None
-        return Run.from_child(self.ask("generate", prompts=prompts, params=params, stats=has_stats))
 
     def log(self) -> str:
         """What vLLM has logged so far; empty if it was shown instead."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,17 +14,16 @@ from vllm_specrollout.config import BUDGETS, MAX_NODES, SpecRolloutConfig
 from ..policy.reward import problems, reward
 from ..policy.tasks import Problem
 from ..runner.engines import OURS, PROMPT_LEN, STOCK, WARM_UP_TOKENS, Engines, asking
-from ..runner.fields import Row
 from ..runner.models import find_model
 from ..runner.report import Found, Table, paired
-from ..runner.rows import Pair, Run, extend_sizes, ideal_rollout_speedup, make_row, row_times
+from ..runner.rows import Pair, Run, make_row
 from ..runner.scenario import RoundsScenario, Session, command, flag
 
 # the oracle needs recorded answers; and rounds repeat each other, so a history would know them all but the first
 _DRAFTER = "ngram"
 _DEFAULT = SpecRolloutConfig()
-_NUM_FIXED_UNITS = 4
-"""Progress units besides the rounds: two engine starts, the warm-up, the step times."""
+_NUM_FIXED_UNITS = 3
+"""Progress units besides the rounds: two engine starts, the warm-up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +67,6 @@ class Rollout(RoundsScenario):
 
     def params(self, chosen: Sequence[Problem], *, is_ours: bool) -> list[dict[str, Any]]:
         """`SamplingParams` of each request: all samples of the first problem, then of the second, ..."""
-        # the numbering of `bench.policy stats`, so that both sample the same answers
         owners = [problem for problem in chosen for _ in range(self.samples)]
         return asking(owners, self.seed * 1_000_003, self.max_tokens, is_ours=is_ours)
 
@@ -84,14 +81,12 @@ class Rollout(RoundsScenario):
             prompts = [ids for ids in engines.encode(chosen) for _ in range(self.samples)]
             warm_up = self._warm_up(engines, chosen, prompts)
             pairs = self._rounds(engines, chosen, prompts)
-            times = self._step_times(engines, prompts, pairs)
             samples = self._samples(engines, chosen, pairs[-1].stock)
-        row = self._row([warm_up, *pairs], times)
+        row = make_row(_DRAFTER, self.batch, self.max_draft_tokens, [warm_up, *pairs])
         # the first answer to each problem, then the second, ...
         ordered = [sample for j in range(self.samples) for sample in samples[j :: self.samples]]
         extra: dict[str, Any] = {
             "mean_reward": statistics.mean(sample["reward"] for sample in ordered),
-            "stock_ms_by_rows": {str(rows): ms for rows, ms in times.items()} if row.identical else None,
             "samples": ordered[: self.show_samples],
         }
         lengths = sorted(sample["num_tokens"] for sample in samples)
@@ -114,17 +109,6 @@ class Rollout(RoundsScenario):
 
         return engines.rounds({"all": [OURS]}, range(self.rounds), run)["all", OURS]
 
-    def _step_times(self, engines: Engines, prompts: list[list[int]], pairs: Sequence[Pair]) -> dict[int, float]:
-        """What stock needs for a step of so many rows, as far as our steps go."""
-        totals, batch = pairs[-1].ours.totals, min(self.batch, self.num_requests)
-        assert totals is not None
-        with engines.doing("stock's step times"):
-            block = engines[STOCK].ask("block_size")
-            # one whole KV cache block of context, different for every request
-            prefixes = [list(islice(cycle([i % 256 + 4, *prompts[i]]), block)) for i in range(batch)]
-            extend_ms = engines.extend_ms(prefixes, extend_sizes(batch, totals), seed=0)
-        return row_times([pair.stock for pair in pairs], batch, extend_ms)
-
     def _samples(self, engines: Engines, chosen: Sequence[Problem], stock: Run) -> list[dict[str, Any]]:
         texts = engines[STOCK].ask("decode", token_ids=[list(ids) for ids in stock.token_ids])
         owners = [problem for problem in chosen for _ in range(self.samples)]
@@ -138,15 +122,6 @@ class Rollout(RoundsScenario):
             }
             for problem, text, ids in zip(owners, texts, stock.token_ids, strict=True)
         ]
-
-    def _row(self, pairs: list[Pair], times: dict[int, float]) -> Row:
-        """The row, with the ideal of a shrinking batch in the place of the constant batch's."""
-        row = make_row(_DRAFTER, self.batch, self.max_draft_tokens, pairs)
-        stock, totals = pairs[-1].stock, pairs[-1].ours.totals
-        if row.speedup is None or totals is None:
-            return row
-        ideal = ideal_rollout_speedup(stock, totals, self.batch, times)
-        return row if ideal is None else row.but(ideal=ideal, efficiency=row.speedup / ideal)
 
     def title(self, found: Found) -> str:
         sizes = f"{self.prompts} problems x {self.samples} answers, {self.dtype}, {self.batch} at once"

@@ -16,7 +16,7 @@ from ..runner.rows import Run, partings
 from ..runner.server import Holding
 from ..runner.ties import asked
 from .drive import Observations, Sample
-from .load import Answer
+from .load import Reply
 
 LEAST_SAMPLES = 8
 """Of a shorter series nothing is judged."""
@@ -122,7 +122,7 @@ class Comparison:
 
 
 def compare(
-    engines: Engines, answers: Sequence[Answer], max_tokens: int, dtype: str, report: Callable[[int, int], None]
+    engines: Engines, answers: Sequence[Reply], max_tokens: int, dtype: str, report: Callable[[int, int], None]
 ) -> Comparison:
     """Ask stock for all of them; its engine was started with `JUDGE`.
 

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ..policy.reward import reward
 from ..runner.server import Holding, Server, disk_bytes, holdings
 from .faults import Fault, inflict
-from .load import PATIENCE_S, Answer, Arrival, Lost, arrivals, ask
+from .load import PATIENCE_S, Reply, ClientRequest, Lost, arrivals, ask
 
 MOST_TOLD = 20
 """Failures that are told word by word; further ones are counted."""
@@ -58,7 +58,7 @@ class Observations:
 
     samples: list[Sample] = field(default_factory=list)
     # answers that are to be compared with stock's
-    kept: list[Answer] = field(default_factory=list)
+    kept: list[Reply] = field(default_factory=list)
     # requests by how they ended: "answered", "left", "lost"; and "late", those that waited on this side
     requests: Counter[str] = field(default_factory=Counter)
     # rewards by what became of them, and what a route answered that it should not have
@@ -146,7 +146,7 @@ class Soak:
                 task.cancel()
                 self._note_lost(f"still open {_DRAIN_S:g} s after the last request came")
 
-    async def _request(self, session: aiohttp.ClientSession, arrival: Arrival, room: asyncio.Semaphore) -> None:
+    async def _request(self, session: aiohttp.ClientSession, arrival: ClientRequest, room: asyncio.Semaphore) -> None:
         outcome = self._outcome
         try:
             answer = await ask(session, arrival, self._plan.max_tokens)

@@ -152,8 +152,7 @@ def run(inputs: SpecActorInputs, seed: int) -> StudyReport:
             ),
             _planned(chosen),
         ),
-        figures=figures
-        | {f"planned {one.mode.value} tokens/s": one.total_tokens_per_s for one in chosen[::-1]},
+        figures=figures | {f"planned {one.mode.value} tokens/s": one.total_tokens_per_s for one in chosen[::-1]},
         findings=tuple(_findings(figures)),
     )
 

@@ -148,5 +148,3 @@ class Stats:
     by_part: dict[str, list[float]] = field(default_factory=dict)
     # V1 runner: accepted paths other than their trees' first; V2 runner: steps whose slots may have moved
     branches_committed: int = 0
-    # rows of the forward pass -> [steps, milliseconds], decode steps only
-    by_rows: dict[int, list[float]] = field(default_factory=dict)
