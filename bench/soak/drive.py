@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ..policy.reward import reward
 from ..runner.server import Holding, Server, disk_bytes, holdings
 from .faults import Fault, inflict
-from .load import PATIENCE_S, Reply, ClientRequest, Lost, arrivals, ask
+from .load import PATIENCE_S, ClientRequest, Lost, Reply, arrivals, ask
 
 MOST_TOLD = 20
 """Failures that are told word by word; further ones are counted."""
