@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_specrollout.bench.runner.plots import plot_driver
 from vllm_specrollout.bench.runner.results import TABLES, as_text, below_stock, kept
 
 HERE = Path(__file__).resolve().parent
@@ -68,7 +67,7 @@ _TITLES = {
     "driver": (
         "Driver",
         "One driver process of a group, with stand-ins for its engines: 32 requests each, reports and decisions every"
-        " 0.1 s. Ray's own work for each call comes on top. ![By the number of engines](driver.png)",
+        " 0.1 s. Ray's own work for each call comes on top.",
     ),
     "soak": (
         "Soak",
@@ -216,8 +215,6 @@ def main(arguments: Sequence[str]) -> None:
         body = kept([one for one in reports if "bench" in one])
         body["runs"] = [run for one in reports if "bench" not in one for run in one["runs"]] + body["runs"]
         (RESULTS / f"{name}.json").write_text(as_text(body), encoding="utf-8")
-        if name == "driver":
-            plot_driver(body["runs"][0]["rows"], "A group's driver", HERE / "driver.png")
     text = page()
     if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
         PAGE.write_text(text, encoding="utf-8")

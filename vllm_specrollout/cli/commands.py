@@ -194,7 +194,7 @@ def _import_bench(name: str, module: str) -> Any:
             ) from None
         raise UnsupportedError(
             f"`specrollout bench {name}` needs `{error.name}`, which is not installed",
-            'run `pip install -e ".[cpu,bench]"` in the checkout',
+            'run `pip install -e ".[cpu]"` in the checkout',
         ) from None
 
 
