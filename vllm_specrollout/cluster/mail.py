@@ -1,8 +1,8 @@
 """Mail: messages over ZeroMQ between engines and the drafters that serve them. Nothing here waits but `wait`.
 
-A drafter has a `MailServer`, which any number of engines write to; an engine has a `MailClient` of it. What is full drops
-what comes, and says so. Between hosts a key protects what is said: whoever serves makes it, in a file that others are
-given (config/keys.py).
+A drafter has a `MailServer`, which any number of engines write to; an engine has a `MailClient` of it. What is full
+drops what comes, and says so. Between hosts a key protects what is said: whoever serves makes it, in a file that others
+are given (config/keys.py).
 
 pyzmq ends a context that nobody holds, and waits for its sockets meanwhile. The garbage collector may take both at
 once, and the context first: then the process waits for ever. So this module holds every context until it is ended.
