@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from vllm_specrollout.bench.studies.answers import Workload
 from vllm_specrollout.bench.studies.formulas import Floats, Ints, StepLine, best_window
-from vllm_specrollout.bench.studies.h200 import RealSteps
 
 from vllm_specrollout.cluster import ladder
 from vllm_specrollout.cluster.rates import coupled_rate, decoupled_rate, step_time, stream
+from vllm_specrollout.replay.anchors import RealSteps
 
 _ROUNDING = 1e-6  # steps
 _LEVELS = 50.0  # of acceptance: as many speeds are computed

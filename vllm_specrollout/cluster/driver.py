@@ -80,8 +80,6 @@ class Driver:
         self.waiting: dict[str, None] = {}
         self.reasons: dict[str, str] = {}
         """Engine that was lost, or is behind -> why."""
-        self.listener: Callable[[str, Report], None] = lambda engine, report: None
-        """Told of each report before it is taken in."""
         self.ladder, self.patience_s = ladder, patience_s
         self.lengths = Lengths()
         """Of answers, by their problems."""
@@ -180,7 +178,6 @@ class Driver:
     # --- what engines say ---------------------------------------------------------------------------------------------
 
     def _reported(self, name: str, report: Report) -> None:
-        self.listener(name, report)
         one = self.engines[name]
         if report.pace is not None:
             batch, steps, seconds = report.pace

@@ -148,11 +148,6 @@ class Lending:
             accepted = sum(own.accepted for own in self._engines.values())
             return {"lent": self.lent, "verified_nodes": verified, "accepted_nodes": accepted, "engines": engines}
 
-    def borrowed(self, engine: str) -> Mapping[str, Sequence[str]]:
-        """Lender -> the requests of this engine that its drafter drafts for."""
-        own = self._engines.get(engine)
-        return {} if own is None else own.stands.lent
-
     # --- the beat -----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:

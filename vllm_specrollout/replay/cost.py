@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -17,6 +18,14 @@ from vllm_specrollout.replay.records import Trace, TraceError
 from vllm_specrollout.types import StepTiming
 
 _LEAST_STEPS = 8
+
+
+class Cost(Protocol):
+    """Milliseconds of a step, and of asking drafters after it, as `CostLine` has them."""
+
+    def step_ms(self, step: StepTiming, prompt_rows: int = 0, asked: int = 0) -> float: ...
+
+    def ask_ms(self, asked: int) -> float: ...
 
 
 def cost_of(trace: Trace) -> CostLine:

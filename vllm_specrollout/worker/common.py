@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from vllm import envs
@@ -146,5 +146,3 @@ class Stats:
     layout_ms: float = 0.0
     # V1 runner: accepted paths other than their trees' first; V2 runner: steps whose slots may have moved
     branches_committed: int = 0
-    # rows of the forward pass -> [steps, milliseconds], decode steps only
-    by_rows: dict[int, list[float]] = field(default_factory=dict)

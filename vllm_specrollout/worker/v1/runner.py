@@ -400,7 +400,4 @@ class SpecRolloutV1(_Base):
         stats.step_ms, stats.draft_ms = stats.step_ms + step.verify_ms, stats.draft_ms + draft_ms
         stats.steps_with_drafts += step.sampled is not None
         stats.drafted, stats.output_tokens = stats.drafted + nodes, stats.output_tokens + timing["tokens"]
-        if timing["is_decode_only"]:
-            count, total_ms = stats.by_rows.get(rows, (0, 0.0))
-            stats.by_rows[rows] = [count + 1, total_ms + step.verify_ms]
         return timing

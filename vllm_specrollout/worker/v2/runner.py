@@ -313,10 +313,6 @@ class SpecRolloutV2(_Base):
     def _learn(self) -> None:
         for timing in self.host.learn():
             self.stats.step_ms += timing.step_ms
-            if timing.is_decode_only:
-                entry = self.stats.by_rows.setdefault(timing.rows, [0, 0.0])
-                entry[0] += 1
-                entry[1] += timing.step_ms
 
     def _report(self, output: Any) -> DraftReport:
         """What the scheduler is told beside the step's output."""
