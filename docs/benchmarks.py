@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_specrollout.bench.runner.plots import plot_driver
 from vllm_specrollout.bench.runner.results import TABLES, as_text, below_stock, kept
 
 HERE = Path(__file__).resolve().parent
@@ -37,6 +36,12 @@ _TITLES = {
     "decode": ("Decoding", "Random weights and the oracle drafter: what an engine makes of drafts of known quality."),
     "rollout": ("Rollout", "The small trained policy, or the same function at the cost of a larger model."),
     "grpo": ("GRPO", _GRPO_TEXT),
+    "learn": (
+        "Learning",
+        "Heads that learn in their engines, between epochs ([how](guides/train-head.md#while-the-engine-runs)). Before"
+        " epoch 2 of drift `habit` the policy takes to checking its steps. One run each. Drafts have one length, and a"
+        " policy of 3 M parameters saves less than they cost: compare what is accepted, and steps.",
+    ),
     "sweep": ("Sweep", "`auto` against stock and against every fixed draft length."),
     "load": ("Load", "Loads that change on the way, under every budget."),
     "serving": (
@@ -62,7 +67,7 @@ _TITLES = {
     "driver": (
         "Driver",
         "One driver process of a group, with stand-ins for its engines: 32 requests each, reports and decisions every"
-        " 0.1 s. Ray's own work for each call comes on top. ![By the number of engines](driver.png)",
+        " 0.1 s. Ray's own work for each call comes on top.",
     ),
     "soak": (
         "Soak",
@@ -175,6 +180,8 @@ def _what(run: Mapping[str, Any]) -> str:
     if run["bench"] == "gpu first hour":
         return str(run["host"].get("gpu"))
     what = settings.get("title") or settings.get("model") or "no model runs"
+    if run["bench"] == "learn":
+        return f"{what}, drift {settings['drift']}, {settings['epochs']} epochs"
     if run["bench"] != "engine":
         return what
     if settings["is_off_path"]:
@@ -208,8 +215,6 @@ def main(arguments: Sequence[str]) -> None:
         body = kept([one for one in reports if "bench" in one])
         body["runs"] = [run for one in reports if "bench" not in one for run in one["runs"]] + body["runs"]
         (RESULTS / f"{name}.json").write_text(as_text(body), encoding="utf-8")
-        if name == "driver":
-            plot_driver(body["runs"][0]["rows"], "A group's driver", HERE / "driver.png")
     text = page()
     if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
         PAGE.write_text(text, encoding="utf-8")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 STEPS = ("micro", "speed", "strict", "curves", "graphs", "checks")
 """In the order in which they run: what tells most comes first, in case nothing more is to be had. `_MAKERS` says what
 each is."""
-MICRO = {"rows": 15, "products": 35, "attention": 45, "verify": 20, "lookup": 25}
+MICRO = {"rows": 15, "products": 35, "attention": 45, "verify": 20, "lookup": 25, "drafter": 60}
 """Part of `bench micro` -> seconds that it may well take."""
 _START_S = {"7B": 110, "1.5B": 70, "0.5B": 60, "tiny": 30}
 _ROW_S, _TRACES_S = 8, 40
@@ -23,7 +23,7 @@ _OTHER = "1.5B"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class Job:
     """One command of `specrollout`."""
 
     step: str
@@ -57,20 +57,20 @@ class Options:
     seed: int = 0
 
 
-def commands(options: Options) -> list[Command]:
+def jobs(options: Options) -> list[Job]:
     """In the order of the steps."""
-    return [command for step in options.steps for command in _MAKERS[step](options)]
+    return [job for step in options.steps for job in _MAKERS[step](options)]
 
 
-def _micro(options: Options) -> Iterator[Command]:
+def _micro(options: Options) -> Iterator[Job]:
     # each in a process of its own: one that fails or hangs costs no other
     for part, expected_s in MICRO.items():
-        made = _command("micro", part, expected_s, "bench", "micro", "--part", part, *_cpu(options))
-        # no engine is compiled here, so what takes long hangs; a CPU takes longer
+        made = _job("micro", part, expected_s, "bench", "micro", "--part", part, *_cpu(options))
+        # little is compiled here, so what takes long hangs; a CPU takes longer
         yield made if options.is_dry else replace(made, limit_s=30 + 2 * expected_s)
 
 
-def _speed(options: Options) -> Iterator[Command]:
+def _speed(options: Options) -> Iterator[Job]:
     for arm in options.arms:
         cells, size = options.cells or _CELLS[arm], ("--tokens", "64", "--rounds", "2", "--trace", "1,64")
         if options.is_dry:
@@ -81,7 +81,7 @@ def _speed(options: Options) -> Iterator[Command]:
         yield _device(options, "speed", f"{arm}, {cells}", options.large, expected_s, *shared)
 
 
-def _strict(options: Options) -> Iterator[Command]:
+def _strict(options: Options) -> Iterator[Job]:
     # trees round apart from plain decoding, kernels invariant or not
     for model in (options.small, _OTHER)[: 1 if options.is_dry else 2] if "chain" in options.arms else ():
         nodes = "15" if model == _OTHER else "7,15"
@@ -90,7 +90,7 @@ def _strict(options: Options) -> Iterator[Command]:
         yield _device(options, "strict", f"chains, no tie allowed, {model}", model, 45, *shared)
 
 
-def _curves(options: Options) -> Iterator[Command]:
+def _curves(options: Options) -> Iterator[Job]:
     size = ("--model", options.large, "--batch", "64", "--rounds", "2")
     if options.is_dry:
         size = (
@@ -106,10 +106,10 @@ def _curves(options: Options) -> Iterator[Command]:
             "fixed",
             "--interpreted",
         )
-    yield _command("curves", "recorded answers", _START_S[options.large] + 60, "bench", "curves", *size)
+    yield _job("curves", "recorded answers", _START_S[options.large] + 60, "bench", "curves", *size)
 
 
-def _graphs(options: Options) -> Iterator[Command]:
+def _graphs(options: Options) -> Iterator[Job]:
     arms = "stock,ngram,tree" if "tree" in options.arms else "stock,chain"
     cells = "2x64:5" if options.is_dry else "1x1024:15,8x1024:15"
     # a dry walk meets both runners: what runs on a GPU, interpreted, and what runs on a CPU
@@ -118,12 +118,12 @@ def _graphs(options: Options) -> Iterator[Command]:
     yield _device(options, "graphs", arms, options.small, 60, *shared)
 
 
-def _checks(options: Options) -> Iterator[Command]:
-    yield _command("checks", "doctor", 30, "doctor", "--json")
+def _checks(options: Options) -> Iterator[Job]:
+    yield _job("checks", "doctor", 30, "doctor", "--json")
     if not options.is_dry:  # a dry walk has no device; tests check the interpreted one
-        yield _command("checks", "doctor --gpu", 60, "doctor", "--gpu", "--json")
+        yield _job("checks", "doctor --gpu", 60, "doctor", "--gpu", "--json")
     for kernel in ("attention", "verify", "commit"):
-        yield _command("checks", kernel, 60, "bench", "kernels", "--kernels", kernel, *_cpu(options))
+        yield _job("checks", kernel, 60, "bench", "kernels", "--kernels", kernel, *_cpu(options))
 
 
 def _cpu(options: Options) -> tuple[str, ...]:
@@ -134,22 +134,22 @@ def _tokens(options: Options) -> str:
     return "12" if options.is_dry else "64"
 
 
-def _device(options: Options, step: str, name: str, model: str, seconds: int, *more: str) -> Command:
+def _device(options: Options, step: str, name: str, model: str, seconds: int, *more: str) -> Job:
     shared, expected_s = ("bench", "device", "--seed", str(options.seed), "--verbose", *more), _START_S[model] + seconds
     if options.is_dry:
         # some hosts' bfloat16 rounds by the number of rows, and needs instructions that not all of them allow
         dtype = () if "--interpreted" in more else ("--dtype", "float32")
-        return _command(step, name, expected_s, *shared, "--model", "tiny", "--dry", *dtype)
+        return _job(step, name, expected_s, *shared, "--model", "tiny", "--dry", *dtype)
     # a compiler that does not fit the host's torch is the likeliest to fail, and graphs need none
-    return replace(_command(step, name, expected_s, *shared, "--model", model), retry=("--uncompiled",))
+    return replace(_job(step, name, expected_s, *shared, "--model", model), retry=("--uncompiled",))
 
 
-def _command(step: str, name: str, expected_s: float, *arguments: str) -> Command:
-    return Command(step=step, name=name, arguments=arguments, expected_s=expected_s, limit_s=120 + 3 * expected_s)
+def _job(step: str, name: str, expected_s: float, *arguments: str) -> Job:
+    return Job(step=step, name=name, arguments=arguments, expected_s=expected_s, limit_s=120 + 3 * expected_s)
 
 
-_MAKERS: dict[str, Callable[[Options], Iterator[Command]]] = {
-    # rows, products, attention, verdicts and lookups without an engine, each beside what was predicted
+_MAKERS: dict[str, Callable[[Options], Iterator[Job]]] = {
+    # rows, products, attention, verdicts, lookups and a drafter's passes, each beside what was predicted
     "micro": _micro,
     # our engine beside stock's: tokens, times, and what five steps are made of
     "speed": _speed,

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measures this checkout on one GPU, step by step; cut off at any time, the next start goes on. See docs/gpu.md.
 #
-#   bench/gpu/first_hour.sh [--out DIR] [--dry] [--resume DIR] [...]    (--help lists all)
+#   bench/gpu/first_hour.sh [--out DIR] [--dry] [...]    (--help lists all)
 #
 # OUT     folder for results, where --out is not given; default: out/first-hour
 # KIT     folder whose enter.sh puts vLLM on PYTHONPATH; default: .gpukit, if it is there. Then this project is built

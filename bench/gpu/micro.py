@@ -1,4 +1,4 @@
-"""`specrollout bench micro`: the parts of a step by themselves, without an engine, each beside what was predicted.
+"""`specrollout bench micro`: the parts of a step by themselves, each beside what was predicted; and a drafter's passes.
 
 A prediction comes first, so that a figure can surprise. They hold for a 7B (Qwen2.5's shape) in bfloat16 on an H200.
 """
@@ -9,17 +9,27 @@ import functools
 import importlib
 import itertools
 import os
+import statistics
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
+
+from vllm_specrollout.cluster.child import Command
+from vllm_specrollout.cluster.line import Ask
+from vllm_specrollout.cluster.messages import Sampling
 
 from ..kernels.shapes import MODELS, Attention, Verdict
 from ..runner.fields import Row, columns
 from ..runner.interpreter import ENVIRONMENT as INTERPRETED
+from ..runner.models import bare_model
 from ..runner.report import Found, Table
+from ..runner.rows import quartiles
 from ..runner.scenario import Scenario, Session, command, flag
 
-PARTS = ("rows", "products", "attention", "verify", "lookup")
+PARTS = ("rows", "products", "attention", "verify", "lookup", "drafter")
 READ, FLOPS, SHARE, LAUNCH_S = 4.27e12, 790e12, 0.8, 2.5e-6
 """Bytes and products a second of the device, the share of these that some hundred rows reach, and a launch."""
 VERIFY_ROW_US = 0.61
@@ -30,12 +40,13 @@ _ATTENTION = {
     **{(32, 16384, 7): (254.0, 253.0, 257.5), (32, 16384, 15): (263.0, 267.0, 271.5)},
 }
 """Batch, context and nodes -> predicted microseconds of a layer: causal, over the context alone, and nodes with it."""
+_PROMPT, _WARM_UP = 256, 6  # tokens, and passes that are not timed
 _COPIES, _LAYERS = 3, 4  # of weights, and of keys and values, so that none comes from the cache
 
 
 @dataclass(frozen=True, kw_only=True)
 class Micro(Scenario):
-    """Time one part of a step without an engine, beside what was predicted of it."""
+    """Time one part of a step, or a drafter's passes, beside what was predicted of it."""
 
     bench: ClassVar[str] = "micro"
 
@@ -208,6 +219,52 @@ def _lookup(timer: Any) -> Iterator[Row]:
         yield _timed(timer, [call], f"look up for {requests} requests", 20.0 if requests == 64 else None)
 
 
+def _drafter(timer: Any) -> Iterator[Row]:
+    """An engine that drafts, alone with its share of a GPU: whether one that is lent can pay."""
+    is_small = timer.device == "cpu"
+    environment = Command.of("", [f"{timer.device}:0"], {}).environment
+    os.environ.clear()
+    os.environ.update(environment)
+    from vllm_specrollout.worker.drafter_engine import DrafterEngine
+    from vllm_specrollout.worker.models.decoupled import SHARE
+
+    own = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 1 << 28} if is_small else SHARE
+    with tempfile.TemporaryDirectory() as folder:
+        model = str(bare_model("tiny" if is_small else "0.5B", Path(folder)))
+        args = {"load_format": "dummy", "max_model_len": 1024, "max_num_seqs": 64, **own}
+        engine = DrafterEngine(model, args, takes_up=is_small)
+        for batch in (2,) if is_small else (1, 4, 8, 16, 32):
+            yield from passes(engine, batch, 6 if is_small else 54)
+        for name, rest in (("sleep", engine.sleep), ("wake", engine.wake)) * 2:
+            begin = time.perf_counter()
+            rest()
+            yield Row(name=name, unit="ms", measured=(time.perf_counter() - begin) * 1e3)
+        engine.shutdown()
+
+
+def passes(engine: Any, batch: int, count: int) -> Iterator[Row]:
+    """Passes of so many requests, with none, one and all of them asked anew in turns."""
+    running: list[str] = []
+    found: dict[str, list[float]] = {"none": [], "one": [], "all": []}
+    for number in range(count + _WARM_UP):
+        kind = tuple(found)[number % 3]
+        stale = running[: {"none": 0, "one": 1, "all": batch}[kind]]
+        begin = time.perf_counter()
+        engine.abort(stale)
+        running = running[len(stale) :]
+        for place in range(len(running), batch):
+            tokens = [5 + (place * 7 + i) % 200 for i in range(_PROMPT + number)]
+            running.append(f"{number}/{place}")
+            engine.add(Ask(running[-1], tokens, _PROMPT, 2 * (count + _WARM_UP), True), Sampling(1.0, seed=place))
+        engine.step()
+        if number >= _WARM_UP:
+            found[kind].append((time.perf_counter() - begin) * 1e3)
+    engine.abort(running)
+    for kind, ms in found.items():
+        name = f"a drafter's pass of {batch}, {kind} asked anew"
+        yield Row(name=name, unit="ms", measured=statistics.median(ms), quartiles=quartiles(ms))
+
+
 def _timed(timer: Any, calls: list[Callable[[], Any]], name: str, predicted: float | None) -> Row:
     """One of these calls."""
     time = timer.time(calls)
@@ -216,7 +273,7 @@ def _timed(timer: Any, calls: list[Callable[[], Any]], name: str, predicted: flo
 
 
 _MAKERS: dict[str, Callable[[Any], Iterator[Row]]] = dict(
-    zip(PARTS, (_rows, _products, _attention, _verify, _lookup), strict=True)
+    zip(PARTS, (_rows, _products, _attention, _verify, _lookup, _drafter), strict=True)
 )
 
 bench_micro = command(Micro)

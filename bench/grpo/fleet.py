@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +17,7 @@ _FIRST_BYTE = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arm:
+class Roller:
     """One engine of the loop."""
 
     name: str
@@ -28,8 +25,6 @@ class Arm:
     spec_rollout: dict[str, Any] | None = None
     # `speculative_config=` of vLLM's own speculation
     speculative_config: dict[str, Any] | None = None
-    # folders put before all others on the import path
-    import_path: str = ""
     # whether the policy's head drafts as well; its place is known when the models are
     has_head: bool = False
 
@@ -40,8 +35,7 @@ class Arm:
     def start(self, engines: Engines) -> None:
         """Start its engine; every arm's gets the same arguments but for its drafts."""
         more = {} if self.speculative_config is None else {"speculative_config": self.speculative_config}
-        environment = {"PYTHONPATH": self.import_path} if self.import_path else {}
-        engines.start(self.name, self.spec_rollout, environment=environment, **more)
+        engines.start(self.name, self.spec_rollout, **more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,32 +53,11 @@ class Request:
         return sampling(self.seed, max_tokens, {"problem_id": self.problem.problem_id} if is_ours else None)
 
 
-def overlaid(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `over`, object by object."""
-    merged = dict(base)
-    for key, value in over.items():
-        old = merged.get(key)
-        merged[key] = overlaid(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    return merged
-
-
-def suffix_problem(import_path: str) -> str | None:
-    """Why vLLM's suffix decoding cannot run in an engine with this import path; None if it can."""
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", "import arctic_inference.suffix_decoding"],
-        env={**os.environ, **({"PYTHONPATH": import_path} if import_path else {})},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1] if done.returncode else None
-
-
 class Fleet(Engines):
     """The engines of some arms, all alive at once, one at work; a context manager."""
 
     def __init__(
-        self, arguments: dict[str, Any], report: Report, *, arms: Sequence[Arm], plan: Any, **common: Any
+        self, arguments: dict[str, Any], report: Report, *, arms: Sequence[Roller], plan: Any, **common: Any
     ) -> None:
         super().__init__(arguments, report, **common)
         self.arms, self._plan = tuple(arms), plan
@@ -99,17 +72,13 @@ class Fleet(Engines):
             params = [sampling(i, tokens, options) for i in range(batch)]
             self[arm.name].ask("generate", prompts=prompts, params=params)
 
-    def roll_out(self, arm: Arm, requests: Sequence[Request]) -> tuple[Run, float]:
-        """Run all requests in one engine; also how many cores the other engines' processes kept busy meanwhile."""
-        others = [self[other.name] for other in self.arms if other is not arm]
-        self.wait_for(arm.name)
-        before = sum(other.cpu_s() for other in others)
+    def roll_out(self, arm: Roller, requests: Sequence[Request]) -> Run:
+        """Run all requests in one engine."""
         prompts = [list(request.prompt_ids) for request in requests]
         params = [request.params(self._plan.max_tokens, is_ours=arm.is_ours) for request in requests]
-        run = self.run(arm.name, prompts, params, ids=[request.request_id for request in requests])
-        return run, (sum(other.cpu_s() for other in others) - before) / run.wall_s
+        return self.run(arm.name, prompts, params, ids=[request.request_id for request in requests])
 
-    def report_rewards(self, arm: Arm, earned: Mapping[str, float]) -> dict[str, int] | None:
+    def report_rewards(self, arm: Roller, earned: Mapping[str, float]) -> dict[str, int] | None:
         """By request; what became of them."""
         found: dict[str, int] | None = self[arm.name].ask("trainer", function="report_rewards", rewards=earned)
         return found
@@ -126,7 +95,7 @@ class Fleet(Engines):
             self[arm.name].ask("reload", folder=str(folder))
 
 
-def engine_run(arm: Arm, run: Run, idle_cores: float, rewards: Sequence[float], stock: Run) -> Row:
+def engine_run(arm: Roller, run: Run, rewards: Sequence[float], stock: Run) -> Row:
     """The figures of one rollout, compared with stock's of the same step token by token."""
     difference, totals = first_difference(stock, run), run.totals
     return Row(
@@ -138,7 +107,6 @@ def engine_run(arm: Arm, run: Run, idle_cores: float, rewards: Sequence[float], 
         num_differing=difference.num_requests if difference is not None else 0,
         identical=(difference is None) if arm.is_ours else None,
         difference=difference.as_text() if arm.is_ours and difference is not None else None,
-        idle_cores=idle_cores,
         drafted=totals and totals.drafted,
         accepted=totals and totals.accepted,
     )

@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..runner.engines import OURS, STOCK
-from ..runner.fields import Columns, Row, number
+from ..runner.engines import STOCK
+from ..runner.fields import Row, number
 from ..runner.report import Table
-
-SUFFIX = "suffix"
 
 
 def step_row(runs: Sequence[Row], **told: Any) -> Row:
@@ -53,19 +51,14 @@ def _engine_epoch(engine: str, runs: Sequence[Row], s_per_token: Mapping[str, fl
     identical = _identical(runs)
     steps, tokens = sum(run.steps for run in runs), sum(run.num_tokens for run in runs)
 
-    def against(other: str) -> float | None:
-        if identical is False or other not in s_per_token or other == engine:
-            return None
-        return s_per_token[other] / s_per_token[engine]
-
+    is_told = identical is not False and engine != STOCK
     return Row(
         engine=engine,
         wall_s=sum(run.wall_s for run in runs),
         steps=steps,
         num_tokens=tokens,
         tokens_per_step=tokens / steps,
-        speedup=against(STOCK),
-        speedup_on_suffix=against(SUFFIX),
+        speedup=s_per_token[STOCK] / s_per_token[engine] if is_told else None,
         identical=identical,
     )
 
@@ -78,41 +71,15 @@ def epochs_table(rows: Sequence[Row]) -> Table:
         "reward": lambda row: f"{row.reward:.3f}",
         "solved": "solved",
     }
-    has_suffix = any(engine.engine == SUFFIX for engine in rows[0].engines)
     for i, engine in enumerate(rows[0].engines):
         columns[f"{engine.engine}\ns (steps)"] = lambda row, i=i: _seconds(row.engines[i])
         if engine.engine != STOCK:
             columns[f"{engine.engine}\nx stock"] = lambda row, i=i: number(row.engines[i].speedup, "x")
-        if has_suffix and engine.identical is not None:
-            columns[f"{engine.engine}\nx suffix"] = lambda row, i=i: number(row.engines[i].speedup_on_suffix, "x")
     return Table(rows, columns, left=len(columns))
 
 
 def _seconds(engine: Row) -> str:
     return f"{'-' if engine.identical is False else f'{engine.wall_s:.1f}'} ({engine.steps})"
-
-
-def ablation_table(rows: Sequence[Row]) -> Table:
-    """One line per variant of ours: all epochs, and all but the first."""
-    summary = {row.epoch: {engine.engine: engine for engine in row.engines} for row in rows}
-    whole, later = summary.get("all", summary["1"]), summary.get("2 on", summary["1"])
-    base = later.get(OURS)
-
-    def to_ours(name: str) -> str:
-        is_told = base is not None and base.speedup and later[name].speedup
-        return number(later[name].speedup / base.speedup, "x") if is_told else "-"  # type: ignore[operator,union-attr]
-
-    columns: Columns = {
-        "variant": lambda name: name,
-        "identical": lambda name: whole[name].identical,
-        "x stock, all": lambda name: number(whole[name].speedup, "x"),
-        "x stock, from epoch 2": lambda name: number(later[name].speedup, "x"),
-        "steps, all": lambda name: whole[name].steps,
-        "steps, from epoch 2": lambda name: later[name].steps,
-        "tokens/step": lambda name: later[name].tokens_per_step,
-        "x ours": to_ours,
-    }
-    return Table([name for name, engine in later.items() if engine.identical is not None], columns)
 
 
 def notes_text(steps: Sequence[Row], notes: Sequence[str]) -> Iterator[str]:
@@ -129,10 +96,9 @@ def notes_text(steps: Sequence[Row], notes: Sequence[str]) -> Iterator[str]:
         for run in step.runs:
             if run.difference is not None:
                 yield f"step {step.step + 1}, {run.engine} DIFFERS: {run.difference}"
-    busiest = max(run.idle_cores for run in runs)
     yield (
-        f"idle engines took at most {busiest:.3f} of a core while another ran; updates took"
-        f" {sum(step.train_s for step in steps):.0f} s, pushing weights {sum(step.push_s for step in steps):.0f} s"
+        f"updates took {sum(step.train_s for step in steps):.0f} s,"
+        f" pushing weights {sum(step.push_s for step in steps):.0f} s"
     )
     yield from notes
 

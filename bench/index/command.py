@@ -24,7 +24,7 @@ _UNITS, _SIZES = 6, (8, 16, 32)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Index(Scenario):
+class IndexScenario(Scenario):
     """The history index beside arctic-inference's suffix cache: time, memory, accepted tokens."""
 
     bench: ClassVar[str] = "index"
@@ -72,4 +72,4 @@ class Index(Scenario):
         return [Table(found.rows, INDEX, left=2)]
 
 
-bench_index = command(Index)
+bench_index = command(IndexScenario)

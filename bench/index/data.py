@@ -39,7 +39,7 @@ class Epoch:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class RecordedProblem:
     prompt: IntArray
     # oldest first; the last one is the present
     epochs: tuple[Epoch, ...]
@@ -56,7 +56,7 @@ class Problem:
 @dataclass(frozen=True, slots=True)
 class Data:
     name: str
-    problems: tuple[Problem, ...]
+    problems: tuple[RecordedProblem, ...]
     # share of the tokens that were made anew for their answer alone; None: not known
     new_share: float | None = None
 
@@ -79,7 +79,7 @@ def recorded(path: Path = RECORDED, past: int = 2) -> Data:
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             problems = tuple(
-                Problem(
+                RecordedProblem(
                     np.asarray(line["prompt"], np.int32),
                     tuple(
                         Epoch(tuple(np.asarray(ids, np.int32) for ids in epoch["answers"]), tuple(epoch["rewards"]))
@@ -109,7 +109,7 @@ def synthetic(problems: int, answers: int, tokens: int, past: int, seed: int) ->
             drawn = [_answer(rng, segments, tokens) for _ in range(answers)]
             num_new += sum(new for _, new in drawn)
             epochs.append(Epoch(tuple(answer for answer, _ in drawn), (0.0,) * answers))
-        made.append(Problem(_text(rng, 200), tuple(epochs)))
+        made.append(RecordedProblem(_text(rng, 200), tuple(epochs)))
     return Data("synthetic", tuple(made), num_new / (problems * (past + 1) * answers * tokens))
 
 

@@ -17,7 +17,7 @@ from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history.tokens import encode_tokens
 
 from ..runner.fields import Row
-from .data import Data, Epoch, Key, Problem, synthetic
+from .data import Data, Epoch, Key, RecordedProblem, synthetic
 from .systems import LookedUp, Ours, System, Theirs
 
 Report = Callable[[str, int], None]
@@ -207,7 +207,7 @@ def many_problems(data: Data, config: HistoryConfig, count: int, report: Report)
     """`count` indices open at once, each with one answer of the past and one that runs: bytes, and a draft's cost."""
     report(f"{count:,} problems at once", 0)
     few = [
-        Problem(problem.prompt, tuple(Epoch(e.answers[:1], e.rewards[:1]) for e in problem.epochs[-2:]))
+        RecordedProblem(problem.prompt, tuple(Epoch(e.answers[:1], e.rewards[:1]) for e in problem.epochs[-2:]))
         for problem in data.problems
     ]
     many = Data("recorded", tuple(few[i % len(few)] for i in range(count)))

@@ -18,7 +18,7 @@ _WARM_UP = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Time:
+class CallTime:
     """Microseconds of one call; quartiles, since few samples say nothing about tails."""
 
     median_us: float
@@ -27,7 +27,7 @@ class Time:
     samples: int
 
     @classmethod
-    def of(cls, samples_us: Sequence[float]) -> Time:
+    def of(cls, samples_us: Sequence[float]) -> CallTime:
         low, median, high = statistics.quantiles(samples_us, n=4)
         return cls(median, low, high, len(samples_us))
 
@@ -51,7 +51,7 @@ class GraphTimer:
     def _flush(self) -> torch.Tensor:
         return torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
 
-    def time(self, calls: Sequence[Call]) -> Time:
+    def time(self, calls: Sequence[Call]) -> CallTime:
         for _ in range(_WARM_UP):
             _all(calls)
         torch.cuda.synchronize()
@@ -66,7 +66,7 @@ class GraphTimer:
             graph.replay()
             end.record()
         torch.cuda.synchronize()
-        return Time.of([begin.elapsed_time(end) * 1e3 / len(calls) for begin, end in marks])
+        return CallTime.of([begin.elapsed_time(end) * 1e3 / len(calls) for begin, end in marks])
 
 
 class HostTimer:
@@ -74,10 +74,10 @@ class HostTimer:
 
     device = "cpu"
 
-    def time(self, calls: Sequence[Call]) -> Time:
+    def time(self, calls: Sequence[Call]) -> CallTime:
         samples = []
         for _ in range(2):
             begin = time.perf_counter()
             _all(calls)
             samples.append((time.perf_counter() - begin) * 1e6 / len(calls))
-        return Time.of(samples)
+        return CallTime.of(samples)

@@ -38,8 +38,6 @@ class GrpoConfig:
     # Ratios outside 1 - clip_low .. 1 + clip_high earn nothing more.
     clip_low: Annotated[float, _SHARE] = 0.2
     clip_high: Annotated[float, _SIZE] = 0.2
-    # Weight of the KL divergence from the first policy, nats; 0 leaves it out.
-    kl_weight: Annotated[float, _SIZE] = 0.0
     # Passes over the answers of one rollout, and optimiser steps in each.
     inner_epochs: Annotated[int, LEAST_ONE] = 1
     minibatches: Annotated[int, LEAST_ONE] = 1
@@ -68,14 +66,12 @@ class AnswerGroup:
 class UpdateStats:
     """What one update did; means are over the answer tokens that were learnt from."""
 
-    # Negative objective, KL term included, of the first optimiser step.
+    # Negative objective of the first optimiser step.
     loss: float
     # Before it was scaled down, of the last optimiser step.
     grad_norm: float
     # Share of tokens whose ratio is held by the clip, over all optimiser steps, in 0..1.
     clipped_share: float
-    # Mean k3 estimate of KL(policy, first policy) in nats; None without a KL term.
-    kl: float | None
     # Share of groups whose answers all earned the same, in 0..1: nothing is learnt from them.
     flat_share: float
     optimizer_steps: int
@@ -90,13 +86,12 @@ class _Row(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """One optimiser step; `kl` is the sum over its tokens."""
+    """One optimiser step."""
 
     loss: float
     grad_norm: float
     num_tokens: int
     num_clipped: int
-    kl: float
 
 
 def group_advantages(rewards: Sequence[float]) -> list[float]:
@@ -122,21 +117,11 @@ def clipped_terms(
     return plain.minimum(clipped), clipped < plain
 
 
-def k3(log_p: "torch.Tensor", reference_log_p: "torch.Tensor") -> "torch.Tensor":
-    """Estimate of KL(policy, reference) at tokens sampled from the policy, in nats, [num_tokens], never negative.
-
-    exp(d) - d - 1 with d = reference - policy: unbiased, and with less variance than -d (Schulman, "Approximating KL
-    divergence", 2020; DeepSeekMath, equation 4).
-    """
-    difference = reference_log_p - log_p
-    return difference.exp() - difference - 1.0
-
-
 class GrpoTrainer:
     """The policy in training: float32 weights and AdamW. `update` learns from one rollout, `save` writes the weights.
 
     Args:
-        folder: checkpoint to start from; it is also the reference of the KL term.
+        folder: checkpoint to start from.
     """
 
     def __init__(self, folder: Path, config: GrpoConfig) -> None:
@@ -147,9 +132,6 @@ class GrpoTrainer:
         self._folder = folder
         # .eval() only turns dropout off, of which there is none; gradients flow all the same
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self._reference = None
-        if config.kl_weight > 0.0:
-            self._reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, betas=(0.9, 0.99)
         )
@@ -159,9 +141,8 @@ class GrpoTrainer:
         """Learns from one rollout; `inner_epochs` x `minibatches` optimiser steps, none if no group has a signal."""
         rows, num_flat = self._rows(groups)
         old = self._frozen_log_probs(self.model, rows)
-        reference = self._frozen_log_probs(self._reference, rows) if self._reference is not None else None
         steps = [
-            self._step(rows, chosen, old, reference)
+            self._step(rows, chosen, old)
             for _ in range(self.config.inner_epochs)
             for chosen in self._minibatches(len(rows))
         ]
@@ -170,7 +151,6 @@ class GrpoTrainer:
             loss=steps[0].loss if steps else 0.0,
             grad_norm=steps[-1].grad_norm if steps else 0.0,
             clipped_share=sum(step.num_clipped for step in steps) / num_tokens,
-            kl=sum(step.kl for step in steps) / num_tokens if reference is not None else None,
             flat_share=num_flat / len(groups),
             optimizer_steps=len(steps),
         )
@@ -193,8 +173,8 @@ class GrpoTrainer:
     def _rows(self, groups: Sequence[AnswerGroup]) -> tuple[list[_Row], int]:
         """Answers to learn from, and the number of groups without a signal.
 
-        Without a KL term a group without a signal has no gradient, so it is not computed at all; its tokens do not
-        count in the mean either, or the step's size would depend on how many problems are solved already (DAPO's
+        A group without a signal has no gradient, so it is not computed at all; its tokens do not count in the mean
+        either, or the step's size would depend on how many problems are solved already (DAPO's
         dynamic sampling goes further and draws other problems instead).
         """
         rows, num_flat = [], 0
@@ -202,7 +182,7 @@ class GrpoTrainer:
             advantages = group_advantages(group.rewards)
             is_flat = not any(advantages)
             num_flat += is_flat
-            if is_flat and self.config.kl_weight == 0.0:
+            if is_flat:
                 continue
             rows += [_Row(group.prompt_ids, *one) for one in zip(group.answers, advantages, strict=True)]
         return rows, num_flat
@@ -214,28 +194,18 @@ class GrpoTrainer:
         parts = [order[i :: self.config.minibatches] for i in range(self.config.minibatches)]
         return [part for part in parts if part]
 
-    def _step(
-        self,
-        rows: Sequence[_Row],
-        chosen: Sequence[int],
-        old: Sequence["torch.Tensor"],
-        reference: Sequence["torch.Tensor"] | None,
-    ) -> _Step:
+    def _step(self, rows: Sequence[_Row], chosen: Sequence[int], old: Sequence["torch.Tensor"]) -> _Step:
         import torch
 
         config = self.config
         total = sum(len(rows[i].answer) for i in chosen)
-        loss_sum, num_clipped, kl_sum = 0.0, 0, 0.0
+        loss_sum, num_clipped = 0.0, 0
         for part in _micro_batches(rows, chosen):
             log_p = answer_log_probs(self.model, [rows[i] for i in part])
             advantages = torch.cat([torch.full((len(rows[i].answer),), rows[i].advantage) for i in part])
             old_log_p = torch.cat([old[i] for i in part])
             terms, is_clipped = clipped_terms(log_p, old_log_p, advantages, config.clip_low, config.clip_high)
             num_clipped += int(is_clipped.sum())
-            if reference is not None:
-                divergence = k3(log_p, torch.cat([reference[i] for i in part]))
-                terms = terms - config.kl_weight * divergence
-                kl_sum += float(divergence.detach().sum())
             # the mean over the whole minibatch, in parts
             loss = -terms.sum() / total
             loss.backward()
@@ -243,7 +213,7 @@ class GrpoTrainer:
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_norm))
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return _Step(loss_sum, norm, total, num_clipped, kl_sum)
+        return _Step(loss_sum, norm, total, num_clipped)
 
     def _frozen_log_probs(self, model: "torch.nn.Module", rows: Sequence[_Row]) -> list["torch.Tensor"]:
         """Per row, the log-probabilities of its answer's tokens, [tokens of that answer], without gradients."""

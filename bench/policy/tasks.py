@@ -11,8 +11,7 @@ The number of terms is log-normal: half of the answers have about 60 tokens or f
 """
 
 import random
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .tokenizer import LARGEST_NUMBER
@@ -20,8 +19,6 @@ from .tokenizer import LARGEST_NUMBER
 FAMILIES = ("arith", "puzzle")
 LARGEST_TERM = 30
 """Largest magnitude of a term in a prompt; sums on the way stay within `LARGEST_NUMBER`."""
-_LONGEST, _SHORTEST = 7, 3
-"""Tokens of a context that a repetition is looked up by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,37 +164,3 @@ def _slip(current: Sequence[int], total: int, rng: random.Random) -> int:
     """A wrong sum that keeps the whole within bounds, so that the rest can still be worked out; else the right one."""
     wrong = _near(total, rng)
     return wrong if 0 <= sum(current) - total + wrong <= LARGEST_NUMBER else total
-
-
-def repeat_rate(samples: Sequence[Sequence[Hashable]], prompt: Sequence[Hashable] = ()) -> float:
-    """How much the answers to one problem repeat one another, in 0..1, as README.md defines it.
-
-    The longest context that occurs in the *other* answers predicts its most frequent continuation; the first seen wins
-    a tie. The end-of-answer token (if given) counts.
-    """
-    if len(samples) < 2:
-        return 0.0
-    rates = []
-    for answer in range(len(samples)):
-        followers: dict[tuple[Hashable, ...], Counter[Hashable]] = defaultdict(Counter)
-        for other, tokens in enumerate(samples):
-            if other != answer:
-                for token, contexts in _with_contexts(prompt, tokens):
-                    for context in contexts:
-                        followers[context][token] += 1
-        right = 0
-        for token, contexts in _with_contexts(prompt, samples[answer]):
-            known = next((followers[context] for context in contexts if context in followers), None)
-            right += known is not None and known.most_common(1)[0][0] == token
-        rates.append(right / max(1, len(samples[answer])))
-    return sum(rates) / len(rates)
-
-
-def _with_contexts(
-    prompt: Sequence[Hashable], tokens: Sequence[Hashable]
-) -> Iterator[tuple[Hashable, list[tuple[Hashable, ...]]]]:
-    """Each token of an answer and what stands before it: the last `_LONGEST` tokens, then fewer."""
-    head = prompt[-_LONGEST:]
-    whole = [*head, *tokens]
-    for i in range(len(head), len(whole)):
-        yield whole[i], [tuple(whole[i - n : i]) for n in range(min(_LONGEST, i), _SHORTEST - 1, -1)]

@@ -1,19 +1,16 @@
-"""Training of the small policy on demonstrations of the tasks, and of a draft model on its own distributions; on CPU.
+"""Training of the small policy on demonstrations of the tasks, on CPU.
 
 A run is set by its configuration alone: the same command gives the same data in the same order.
 
 Demonstrations are drawn on the fly. Those of similar length share a batch, so little of it is padding, every answer
 starts at position 0 of its own row, and no answer attends to another. (Packing several into one row would need a block
 mask, slow on CPU.)
-
-A draft model learns from the policy's rollouts, and from the distributions that the policy drew them from. That suits
-drafting better than demonstrations do: a draft model is asked what the policy would say, slips included.
 """
 
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,10 +24,7 @@ from .tasks import FAMILIES, demonstrate
 from .tokenizer import END, build_tokenizer, prompt_text
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedTokenizerFast
-
-    from vllm_specrollout.training.answers import KeptAnswer
 
 _CLIP = 1.0
 """Gradient norm above which the gradient is scaled down."""
@@ -64,27 +58,6 @@ class TrainConfig:
         check_fields(self)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DistilConfig:
-    """All that a draft model's run depends on, beside the answers."""
-
-    seed: int = 0
-    # Passes over the answers.
-    epochs: Annotated[int, LEAST_ONE] = 10
-    # Padded tokens per optimiser step.
-    batch_tokens: Annotated[int, LEAST_ONE] = 4096
-    # A name in SHAPES, and how many of its layers.
-    size: str = "1M"
-    num_layers: Annotated[int, LEAST_ONE] = 4
-    # As above.
-    learning_rate: float = 3e-3
-    warmup_steps: Annotated[int, LEAST_ONE] = 50
-    weight_decay: float = 0.01
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-
 def rate_at(step: int, steps: int, warmup: int, highest: float) -> float:
     """Learning rate of step `step` (from 0): up to the highest one, then a cosine down to a hundredth of it."""
     if step < warmup:
@@ -109,16 +82,21 @@ def train(config: TrainConfig, out: Path, on_step: OnStep) -> dict[str, Any]:
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
 
-    def loss_of(rows: Sequence[Tokens]) -> torch.Tensor:
+    recent, started = 0.0, time.perf_counter()
+    stream = batches(tokenizer, seed=config.seed, steps=config.steps, tokens=config.batch_tokens)
+    for step, rows in enumerate(stream):
+        for group in optimizer.param_groups:
+            group["lr"] = rate_at(step, config.steps, config.warmup_steps, config.learning_rate)
         # products run in bf16, weights and optimiser stay in fp32
         with torch.autocast("cpu", torch.bfloat16):
             logits, targets = answer_logits(model, rows)
-        return torch.nn.functional.cross_entropy(logits.float(), targets)
-
-    recent, started = 0.0, time.perf_counter()
-    stream = batches(tokenizer, seed=config.seed, steps=config.steps, tokens=config.batch_tokens)
-    for step, loss in enumerate(_steps(config, model, optimizer, stream, config.steps, loss_of)):
-        recent = 0.98 * recent + 0.02 * loss if step else loss
+        loss = torch.nn.functional.cross_entropy(logits.float(), targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), _CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        now = float(loss.detach())
+        recent = 0.98 * recent + 0.02 * now if step else now
         on_step(step + 1, config.steps, recent)
     seconds = time.perf_counter() - started
     model.to(torch.bfloat16).save_pretrained(out)
@@ -132,61 +110,6 @@ def train(config: TrainConfig, out: Path, on_step: OnStep) -> dict[str, Any]:
         "final_loss_nats_per_token": round(recent, 4),
         "train_seconds": round(seconds),
     }
-
-
-def distil(config: DistilConfig, policy: Path, data: Path, out: Path, on_step: OnStep) -> dict[str, Any]:
-    """Writes a draft model (bf16) and the policy's tokenizer into `out`; the loss is KL(policy || draft model).
-
-    Args:
-        policy: its checkpoint.
-        data: its answers, as `specrollout train-head` takes them.
-
-    Returns:
-        the configuration, what the last steps' losses were on average, and the number of parameters.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
-
-    from vllm_specrollout.training.answer_file import AnswerFile
-
-    torch.manual_seed(config.seed)
-    tokenizer = build_tokenizer()
-    answers = AnswerFile(data, lambda text, _: tokenizer(text)["input_ids"], len(tokenizer)).unread()
-    target = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
-    shape = shape_of_size(config.size, num_layers=config.num_layers)
-    model = Qwen3ForCausalLM(model_config("qwen3", shape, len(tokenizer))).train()
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=config.weight_decay, betas=(0.9, 0.98))
-    chosen, losses = list(_answers(config, answers)), []
-    for loss in _steps(config, model, optimizer, chosen, len(chosen), lambda some: _divergence(model, target, some)):
-        losses.append(loss)
-        on_step(len(losses), len(chosen), loss)
-    model.to(torch.bfloat16).save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    last = losses[-max(1, len(losses) // 20) :]
-    parameters = sum(weight.numel() for weight in model.parameters())
-    return {"config": asdict(config), "loss": sum(last) / len(last), "parameters": parameters}
-
-
-def _steps(
-    config: TrainConfig | DistilConfig,
-    model: "torch.nn.Module",
-    optimizer: "torch.optim.Optimizer",
-    stream: Iterable[Any],
-    count: int,
-    loss_of: Callable[[Any], "torch.Tensor"],
-) -> Iterator[float]:
-    """An optimiser step for each of `count` batches; yields their losses."""
-    import torch
-
-    for step, batch in enumerate(stream):
-        for group in optimizer.param_groups:
-            group["lr"] = rate_at(step, count, config.warmup_steps, config.learning_rate)
-        loss = loss_of(batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), _CLIP)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        yield float(loss.detach())
 
 
 def max_terms_at(progress: float) -> int:
@@ -216,26 +139,3 @@ def _draw_pool(tokenizer: "PreTrainedTokenizerFast", rng: random.Random, max_ter
             prompts.append(prompt_text(problem.prompt))
             answers.append(demonstrate(problem, rng) + END)
     return list(zip(tokenizer(prompts)["input_ids"], tokenizer(answers)["input_ids"], strict=True))
-
-
-def _answers(config: DistilConfig, answers: "Sequence[KeptAnswer]") -> "Iterator[list[KeptAnswer]]":
-    """Answers of similar length share a batch, so little of it is padding."""
-    groups = packed(answers, lambda one: len(one.token_ids), config.batch_tokens)
-    for epoch in range(config.epochs):
-        random.Random(f"distil/{config.seed}/{epoch}").shuffle(groups)
-        yield from groups
-
-
-def _divergence(model: "torch.nn.Module", target: "torch.nn.Module", some: "Sequence[KeptAnswer]") -> "torch.Tensor":
-    """KL(policy || draft model), nats per answer token; padded on the right, which causal attention keeps out."""
-    import torch
-
-    pad = torch.nn.utils.rnn.pad_sequence
-    token_ids = pad([torch.from_numpy(one.token_ids).long() for one in some], batch_first=True)
-    # each place asks for the next token, from the one that the prompt's last token asks for; the last one for none
-    places = [torch.arange(1, len(one.token_ids) + 1) for one in some]
-    counts = pad([(at >= one.prompt_tokens) & (at < len(at)) for at, one in zip(places, some, strict=True)], True)
-    with torch.no_grad():
-        wanted = target(input_ids=token_ids, use_cache=False).logits[counts].log_softmax(dim=-1)
-    drafted = model(input_ids=token_ids, use_cache=False).logits[counts].log_softmax(dim=-1)
-    return torch.nn.functional.kl_div(drafted, wanted, reduction="batchmean", log_target=True)

@@ -21,17 +21,17 @@ from vllm_specrollout.replay.files import read_trace, write_trace
 
 from ..runner.display import Display, main
 from ..runner.models import CACHE, find_model
-from .rollouts import Rollout, at_once, run, set_budget, start, warm_up
+from .rollouts import RolloutPlan, at_once, run, set_budget, start, warm_up
 
 RECORDED = "auto"  # its steps have drafts of all sizes, and none: what each costs is seen, not extrapolated
 _BOTH = ("history", "ngram")
 TRACES = {
     # nothing is known of any problem yet: siblings and the answer itself draft
-    "early_epoch": Rollout(prompts=12, samples=4, batch=8, seed=11, noise=(1,), drafters=_BOTH),
+    "early_epoch": RolloutPlan(prompts=12, samples=4, batch=8, seed=11, noise=(1,), drafters=_BOTH),
     # the third pass over the same problems, with other noise
-    "late_epoch": Rollout(prompts=12, samples=4, batch=8, seed=11, noise=(1, 2, 3), drafters=_BOTH),
+    "late_epoch": RolloutPlan(prompts=12, samples=4, batch=8, seed=11, noise=(1, 2, 3), drafters=_BOTH),
     # many short answers and four very long ones: most of the time the batch is nearly empty
-    "long_tail": Rollout(prompts=18, samples=2, batch=16, seed=12, noise=(1,), drafters=_BOTH, long=2),
+    "long_tail": RolloutPlan(prompts=18, samples=2, batch=16, seed=12, noise=(1,), drafters=_BOTH, long=2),
 }
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
@@ -76,7 +76,9 @@ def agreement(
     """Run every budget in rounds on one engine, replay each on its round's recording, and compare the makespans."""
     with Display() as display:
         model, title = find_model(None, size, "bfloat16", CACHE, display, is_policy=True)
-    rows = compare(strategies(strategy), Rollout(prompts=prompts, samples=samples, batch=batch, model=model), rounds)
+    rows = compare(
+        strategies(strategy), RolloutPlan(prompts=prompts, samples=samples, batch=batch, model=model), rounds
+    )
     print(f"{title}: {prompts} problems x {samples} answers, {batch} at once, recorded with {RECORDED}")
     print(f"{'budget':<12}{'error':>8}   predicted / measured s, per round")
     for row in rows:
@@ -104,7 +106,7 @@ class Agreement:
         return statistics.median(predicted / measured for predicted, measured in pairs) - 1.0
 
 
-def compare(names: Sequence[str], rollout: Rollout, rounds: int) -> list[Agreement]:
+def compare(names: Sequence[str], rollout: RolloutPlan, rounds: int) -> list[Agreement]:
     """One engine runs all budgets in turn; each pass with a fresh one, as replays have it, and one of them recorded.
 
     A host's speed drifts, and two engines on it differ. So each round holds every budget once, the rounds go through

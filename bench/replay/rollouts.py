@@ -25,7 +25,7 @@ _FEW_TERMS, _MANY_TERMS = 6, 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
+class RolloutPlan:
     """A set of problems, each answered several times."""
 
     prompts: int = 16
@@ -42,7 +42,7 @@ class Rollout:
     model: Path = CHECKPOINT
 
 
-def chosen_problems(rollout: Rollout) -> list[Problem]:
+def chosen_problems(rollout: RolloutPlan) -> list[Problem]:
     """The rollout's problems; with a tail, the long ones stand first, as a trainer that knows them would order them."""
     if rollout.long is None:
         return problems(rollout.prompts, rollout.seed)
@@ -52,7 +52,7 @@ def chosen_problems(rollout: Rollout) -> list[Problem]:
     return long + short
 
 
-def start(rollout: Rollout, budget: str, history: Path | None = None) -> EngineProcess:
+def start(rollout: RolloutPlan, budget: str, history: Path | None = None) -> EngineProcess:
     """An engine of ours for it.
 
     Args:
@@ -76,12 +76,13 @@ def start(rollout: Rollout, budget: str, history: Path | None = None) -> EngineP
     return EngineProcess(spec)
 
 
-def run(engine: EngineProcess, rollout: Rollout, noise: int) -> float:
+def run(engine: EngineProcess, rollout: RolloutPlan, noise: int) -> float:
     """One pass over the problems; returns its makespan in seconds."""
     owners = [problem for problem in chosen_problems(rollout) for _ in range(rollout.samples)]
     prompts = engine.ask("encode", texts=[prompt_text(problem.prompt) for problem in owners])
     params = asking(owners, noise * 1_000_003, rollout.max_tokens, is_ours=True)
-    return engine.generate(prompts, params).wall_s
+    seconds: float = engine.ask("generate", prompts=prompts, params=params)["wall_s"]
+    return seconds
 
 
 def set_budget(engine: EngineProcess, name: str, record: Path | None = None) -> None:
@@ -90,12 +91,12 @@ def set_budget(engine: EngineProcess, name: str, record: Path | None = None) -> 
     engine.ask("rpc", method="spec_rollout_set_budget", name=name, is_profiled=False, record=path)
 
 
-def warm_up(engine: EngineProcess, rollout: Rollout) -> None:
+def warm_up(engine: EngineProcess, rollout: RolloutPlan) -> None:
     """A few tokens of a full batch, so that kernels are set up before anything is timed or recorded."""
     prompts = engine.ask("encode", texts=[prompt_text(problem.prompt) for problem in chosen_problems(rollout)])
     repeated = (prompts * rollout.batch)[: rollout.batch]
     params = [sampling(i, _WARM_UP_TOKENS) for i in range(len(repeated))]
-    engine.generate(repeated, params)
+    engine.ask("generate", prompts=repeated, params=params)
 
 
 def at_once(trace: Trace) -> Trace:

@@ -23,7 +23,7 @@ _Share = Annotated[float, Range(0.0, 1.0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class TracePlan:
     """A rollout to make up."""
 
     # Answers; those of one problem stand together.
@@ -64,7 +64,7 @@ class Plan:
         check_fields(self)
 
 
-def make_trace(plan: Plan) -> Trace:
+def make_trace(plan: TracePlan) -> Trace:
     """A trace with a proposal at every position of every answer, so that no budget stands where nothing is known.
 
     Its steps carry no timings: the plan's cost line stands in the header.
@@ -108,7 +108,7 @@ def make_trace(plan: Plan) -> Trace:
     return Trace(header, tuple(arrivals), (Step(at_ms=0.0, candidates=tuple(candidates)),), ends)
 
 
-def _lengths(plan: Plan, rng: np.random.Generator) -> list[int]:
+def _lengths(plan: TracePlan, rng: np.random.Generator) -> list[int]:
     """Log-normal lengths; a problem's answers share a part of the variance."""
     problems = -(-plan.requests // plan.samples)
     common = np.repeat(rng.standard_normal(problems), plan.samples)[: plan.requests]
@@ -118,7 +118,7 @@ def _lengths(plan: Plan, rng: np.random.Generator) -> list[int]:
     return lengths
 
 
-def _tree(plan: Plan, rng: np.random.Generator, truth: np.ndarray, progress: float) -> DraftTree:
+def _tree(plan: TracePlan, rng: np.random.Generator, truth: np.ndarray, progress: float) -> DraftTree:
     """A chain that is right as often as planned; beside each of its nodes a leaf, if the plan has siblings."""
     factor = 1.0 + (plan.drift - 1.0) * progress
     depth = len(plan.acceptance)

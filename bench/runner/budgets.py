@@ -22,7 +22,7 @@ _JUDGE = "judge"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
+class BudgetArm:
     """A budget of our engine, and its limits where they are not the engine's."""
 
     name: str
@@ -33,7 +33,7 @@ class Budget:
         return self.name + ("" if self.max_draft_tokens is None else f" {self.max_draft_tokens}")
 
 
-AUTO = Budget(name="auto")
+AUTO = BudgetArm(name="auto")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +76,12 @@ class BudgetEngines(Engines):
         # what was asked about ties, and its answers
         self._known: dict[Any, tuple[bool, str]] = {}
 
-    def set_budget(self, budget: Budget, *, is_fresh: bool = True) -> None:
+    def set_budget(self, budget: BudgetArm, *, is_fresh: bool = True) -> None:
         """A fresh budget, which has learned nothing yet; or this one as it was left, which goes on learning."""
         limits = dict.fromkeys(("max_draft_tokens", "max_depth"), budget.max_draft_tokens)
         self.tell(OURS, "set_budget", name=budget.name, is_fresh=is_fresh, **limits)
 
-    def run_waves(self, arm: Budget | None, waves: Waves) -> Run:
+    def run_waves(self, arm: BudgetArm | None, waves: Waves) -> Run:
         """By stock (None) or the present budget."""
         more = {"arrives_after": list(waves.arrives_after), "reload_after": waves.reload_after}
         folder, is_ours = str(self._arguments["model"]), arm is not None
@@ -140,12 +140,12 @@ def measure_loads(
 
 
 def compared(
-    rows: Mapping[Budget, Row],
-    pairs: Mapping[Budget, Sequence[Pair]],
-    judged: Mapping[Budget, Judged],
-    cost: Callable[[Budget], float],
-    fields: Callable[[Budget, Budget | None], dict[str, Any]],
-    rivals: Sequence[Budget],
+    rows: Mapping[BudgetArm, Row],
+    pairs: Mapping[BudgetArm, Sequence[Pair]],
+    judged: Mapping[BudgetArm, Judged],
+    cost: Callable[[BudgetArm], float],
+    fields: Callable[[BudgetArm, BudgetArm | None], dict[str, Any]],
+    rivals: Sequence[BudgetArm],
 ) -> list[Row]:
     """The rows with their scenario's fields; that of `auto` is compared with the best of the others.
 

@@ -25,7 +25,7 @@ from typing import Any
 _ONE_TOKEN = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True}
 
 
-class Engine:
+class DrivenEngine:
     """Answers the operations named by its public methods; each takes and returns plain Python values."""
 
     def __init__(self, llm: Any) -> None:
@@ -268,7 +268,7 @@ def serve(connection: Connection) -> None:
             importlib.import_module("vllm_specrollout")
         from vllm import LLM
 
-        engine = Engine(LLM(**start["arguments"]))
+        engine = DrivenEngine(LLM(**start["arguments"]))
     except Exception as error:
         connection.send({"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()})
         return

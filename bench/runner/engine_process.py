@@ -19,13 +19,10 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from vllm_specrollout.config import envs
 from vllm_specrollout.errors import SpecRolloutError
 
 from . import leash
-from .rows import Run
 
 QUIET_S = 1.2
 """Seconds after its last step until an idle engine's worker blocks; vLLM polls for 1 s."""
@@ -95,16 +92,11 @@ class EngineProcess:
         self.close()
 
     def ask(self, operation: str, **arguments: Any) -> Any:
-        """The result of one operation of `engine_child.Engine`, or `EngineFailed`."""
+        """The result of one operation of `engine_child.DrivenEngine`, or `EngineFailed`."""
         try:
             return self._exchange((operation, arguments))
         finally:
             self._last_use = time.monotonic()
-
-    def generate(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> Run:
-        """Run these requests; with the worker's totals if drafts are on."""
-        has_stats = self.spec.spec_rollout is not None
-        return Run.from_child(self.ask("generate", prompts=prompts, params=params, stats=has_stats))
 
     def log(self) -> str:
         """What vLLM has logged so far; empty if it was shown instead."""
@@ -115,16 +107,6 @@ class EngineProcess:
     def quiet_in(self) -> float:
         """Seconds until this engine no longer takes processor time from others."""
         return max(0.0, self._last_use + QUIET_S - time.monotonic())
-
-    def cpu_s(self) -> float:
-        """Seconds of processor time that this engine's processes have used so far."""
-        seconds = 0.0
-        child = psutil.Process(self._process.pid)
-        for process in (child, *child.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):
-                times = process.cpu_times()
-                seconds += times.user + times.system
-        return seconds
 
     def close(self) -> None:
         """End the engine and its workers; by force if they are in the middle of something. Once is enough."""

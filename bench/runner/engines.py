@@ -128,7 +128,7 @@ class Engines:
         """These requests to their ends, by one engine; stock's answers are compared with its first ones.
 
         Args:
-            more: arguments of `engine_child.Engine.generate`.
+            more: arguments of `engine_child.DrivenEngine.generate`.
         """
         has_stats = self[name].spec.spec_rollout is not None
         reply = self.ask(name, "generate", prompts=list(prompts), params=params, stats=has_stats, **more)

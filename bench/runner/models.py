@@ -15,7 +15,7 @@ from typing import Any
 from vllm_specrollout.errors import ConfigError
 
 from ..kernels.shapes import MODELS, Model
-from ..policy import CHECKPOINT, DRAFT, HEAD, inflate, random_model, tokenizer
+from ..policy import CHECKPOINT, DRAFT, HEAD, habit, inflate, random_model, tasks, tokenizer
 from .display import Display
 
 CACHE = Path.home() / ".cache" / "vllm-specrollout" / "models"
@@ -88,6 +88,12 @@ def shipped_drafters(
     if size is None:
         found["draft"] = {"method": "draft_model", "model": str(DRAFT), "num_speculative_tokens": depths[0]}
     return found
+
+
+def policy_with_habit(cache: Path) -> Path:
+    """The project's policy after it took up a habit: its shape, other answers."""
+    files = [*sorted(CHECKPOINT.glob("*.safetensors")), Path(habit.__file__), Path(tasks.__file__)]
+    return _cached(cache / f"policy-habit-{_key(['habit'], files)}", habit.take_up_habit)
 
 
 def quarter_drafter(size: str, cache: Path) -> Path:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -20,16 +20,12 @@ import numpy.typing as npt
 
 from vllm_specrollout.config.checks import FILE, Range
 from vllm_specrollout.drafters.base import BaseDrafter, Place
-from vllm_specrollout.errors import ConfigError, named, shown_path
 from vllm_specrollout.trees.batch import proposed
 from vllm_specrollout.trees.build import depths, order
 from vllm_specrollout.types import ROOT, DraftLimits, DraftTree, IntArray, RequestBatch, RequestView, TreeBatch
 
-logger = logging.getLogger("vllm.specrollout")
-
 ORACLE = "vllm_specrollout.bench.runner.oracle:OracleDrafter"
 """The name that a configuration gives it."""
-MOST_RANKS = 64
 Accuracy = tuple[Annotated[float, Range(0.0, 1.0, "give probabilities, for example [0.6, 0.2]")], ...]
 """Probability that the true token is the draft of rank 1, of rank 2, ...; more than one rank makes a tree."""
 _INT32_MAX = 2**31 - 1
@@ -75,32 +71,28 @@ class OracleDrafter(BaseDrafter):
 
     Args:
         place: where it is in its engine.
-        path: JSON file of each request's answer: key (its `problem_id`, or its id where it has none) -> tokens.
+        path: JSON file of each request's answer: key (its `problem_id`, or its id where it has none) -> tokens. Others
+            go without drafts.
+        accuracy: sums to 1 at most.
         seed: of the decoys, and of the ranks drawn.
-
-    Raises:
-        ConfigError: the file or the accuracy cannot be used.
     """
 
     name = "oracle"
 
     def __init__(self, place: Place, *, path: Annotated[str, FILE], accuracy: Accuracy = (1.0,), seed: int = 0) -> None:
         self._place, self._seed = place, seed
-        self._is_warned = False
         self.replay(path, accuracy)
 
-    def replay(
-        self, path: str, accuracy: Sequence[float], position: int | None = None, then: Sequence[float] = (0.0,)
-    ) -> None:
+    def replay(self, path: str, accuracy: Sequence[float], position: int | None = None) -> None:
         """Other answers and another accuracy from now on.
 
         Args:
             path, accuracy: as at first.
-            position: output tokens of each request after which `then` holds instead; None: never.
+            position: output tokens of each request after which nothing is right; None: never.
         """
-        answers = load_continuations(path, self._place.vocab_size)
+        answers: dict[str, list[int]] = json.loads(Path(path).read_text(encoding="utf-8"))
         # accuracy before the position and behind it
-        self._position, self._accuracy = position, (_checked(accuracy), _checked(then))
+        self._position, self._accuracy = position, (tuple(accuracy), (0.0,))
         self._up_to_rank = [np.cumsum(np.asarray(own, dtype=np.float64)) for own in self._accuracy]
         self._recordings = {key: self._record(key, token_ids) for key, token_ids in answers.items()}
         largest = max((max(token_ids, default=0) for token_ids in answers.values()), default=0)
@@ -129,7 +121,6 @@ class OracleDrafter(BaseDrafter):
         """One request's tokens [N], and the form that they are put on."""
         recording = self._recordings.get(view.problem_id or view.request_id)
         if recording is None:
-            self._warn(view)
             return _NOTHING, _EMPTY
         position = len(view.token_ids) - view.num_prompt_tokens
         depth = min(max_depth, len(recording.token_ids) - position)
@@ -164,58 +155,6 @@ class OracleDrafter(BaseDrafter):
         uniform = (x >> np.uint64(32)).astype(np.float64) * 2.0**-32
         decoys = (x & np.uint64(_INT32_MAX)).astype(np.int64)
         return np.searchsorted(self._up_to_rank[phase], uniform, side="right"), decoys
-
-    def _warn(self, view: RequestView) -> None:
-        if not self._is_warned:
-            self._is_warned = True
-            logger.warning(
-                "No recorded continuation for request %r (problem_id %r); it, and others like it, go without drafts",
-                view.request_id,
-                view.problem_id,
-            )
-
-
-def _checked(accuracy: Sequence[float]) -> tuple[float, ...]:
-    ranks = tuple(accuracy)
-    if not 1 <= len(ranks) <= MOST_RANKS:
-        raise ConfigError(f"an oracle's `accuracy` has {len(ranks)} ranks, outside 1 to {MOST_RANKS}", "give others")
-    if sum(ranks) > 1.0 + 1e-9:
-        cause = f"an oracle's `accuracy` sums to {sum(ranks):g}, above 1"
-        raise ConfigError(cause, "the ranks exclude each other: lower them so that they sum to at most 1")
-    return ranks
-
-
-def load_continuations(path: str, vocab_size: int) -> dict[str, list[int]]:
-    """Recorded continuations: a JSON object {request key: [token ids]}.
-
-    Raises:
-        ConfigError: the file is missing or unreadable, holds something else, or a token that the model does not have.
-    """
-    hint = 'name a JSON file such as {"problem-1": [15, 7, 2]}'
-    file = f"`path` {shown_path(path)}"
-    try:
-        with open(path, encoding="utf-8") as handle:
-            recorded = json.load(handle)
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}", hint) from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} is not valid JSON: {error}", hint) from None
-    if not isinstance(recorded, dict):
-        raise ConfigError(f"{file} holds a JSON {type(recorded).__name__}, not an object", hint)
-    for key, token_ids in recorded.items():
-        if not isinstance(token_ids, list) or not all(_is_token(token) for token in token_ids):
-            raise ConfigError(f"{file}: '{named(key)}' is not a list of token ids (0 to {_INT32_MAX})", hint)
-        if token_ids and max(token_ids) >= vocab_size:
-            raise ConfigError(
-                f"{file}: '{named(key)}' holds token {max(token_ids)}, the model has {vocab_size}",
-                "record the answers with this model",
-            )
-    return recorded
-
-
-def _is_token(value: object) -> bool:
-    # JSON's true is an int to Python, but not to a user; the largest id leaves room for one decoy
-    return type(value) is int and 0 <= value < _INT32_MAX
 
 
 @functools.lru_cache(maxsize=4096)

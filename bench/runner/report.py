@@ -36,7 +36,7 @@ class Found:
     rows: Sequence[Any]
     # fields of the report that only one scenario has
     extra: Mapping[str, Any] = field(default_factory=dict)
-    # what the scenario needs to print and to draw, besides
+    # what the scenario needs to print, besides
     more: Any = None
 
     @property

@@ -2,15 +2,12 @@
 
 A row whose outputs differ keeps its counts and loses every time: there is no speed of a wrong answer.
 
-The ideal speed-up is what the hardware would allow by stock vLLM's own step times; docs/reference/bench.md says how. In
-a rollout the batch shrinks towards the end: there every step is charged what stock needs for a step of as many rows.
+The ideal speed-up is what the hardware would allow by stock vLLM's own step times; docs/reference/bench.md says how.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, zip_longest
@@ -22,9 +19,7 @@ import numpy as np
 from .fields import Row
 
 StepTimes = Mapping[int, float]
-"""Tokens per request (in a rollout: rows) -> milliseconds of a stock step, at one batch size."""
-_FEWEST_STEPS = 3
-"""Steps with n requests running that make a median worth having."""
+"""Tokens per request -> milliseconds of a stock step, at one batch size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +33,6 @@ class WorkerTotals:
     request_steps: int
     forward_ms: float
     draft_ms: float
-    # rows of the forward pass -> (steps, milliseconds), decode steps only
-    by_rows: Mapping[int, tuple[int, float]]
     # steps that accepted another branch than the first
     branches_committed: int = 0
 
@@ -125,18 +118,10 @@ def step_times(decode_ms: Sequence[float], extend_ms: Mapping[int, Sequence[floa
     every n, so the difference from n = 1 is what counts: t(n) = decode + extend(n) - extend(1), and never less than
     for a smaller n.
     """
-    return _rising(_extended(statistics.median(decode_ms), extend_ms))
-
-
-def _extended(decode: float, extend_ms: Mapping[int, Sequence[float]]) -> dict[int, float]:
-    base = statistics.median(extend_ms[1])
-    return {n: decode + (statistics.median(ms) - base) for n, ms in extend_ms.items()}
-
-
-def _rising(times: StepTimes) -> dict[int, float]:
-    """In ascending order of n, and no time less than one before it."""
-    known = sorted(times)
-    return dict(zip(known, accumulate((times[n] for n in known), max), strict=True))
+    base, decode = statistics.median(extend_ms[1]), statistics.median(decode_ms)
+    known = sorted(extend_ms)
+    times = (decode + statistics.median(extend_ms[n]) - base for n in known)
+    return dict(zip(known, accumulate(times, max), strict=True))
 
 
 def at(times: StepTimes, n: float) -> float:
@@ -148,55 +133,6 @@ def at(times: StepTimes, n: float) -> float:
 def ideal_speedup(tokens_per_step: float, nodes: float, times: StepTimes) -> float:
     """tau * t(1) / t(1 + nodes); both per request and verify step."""
     return tokens_per_step * at(times, 1) / at(times, 1 + nodes)
-
-
-def running(run: Run, batch: int) -> list[int]:
-    """Requests running in each step but the first; exact as long as no request is preempted.
-
-    The scheduler admits first come, first served: as many run as have not ended, at most `batch`.
-    """
-    ends = sorted(run.finish_s)
-    return [min(batch, len(ends) - bisect_right(ends, begin)) for begin in run.step_s[:-1]]
-
-
-def row_times(runs: Sequence[Run], batch: int, extend_ms: Mapping[int, Sequence[float]]) -> dict[int, float]:
-    """Rows of a step -> milliseconds that stock needs for it, never fewer for more rows.
-
-    Args:
-        runs: stock's.
-        extend_ms: n -> milliseconds of steps that append n tokens to each of `batch` requests; from n = 1.
-    """
-    decode: dict[int, list[float]] = {}
-    for run in runs:
-        for count, ms in zip(running(run, batch), run.step_ms(), strict=True):
-            decode.setdefault(count, []).append(ms)
-    times = {count: statistics.median(ms) for count, ms in decode.items() if len(ms) >= _FEWEST_STEPS}
-    if not times:
-        return {}
-    wider = {batch * n: ms for n, ms in _extended(at(times, batch), extend_ms).items() if n > 1}
-    return _rising(times | wider)
-
-
-def ideal_rollout_speedup(stock: Run, totals: WorkerTotals, batch: int, times: StepTimes) -> float | None:
-    """All of stock's steps over all of ours, both at stock's price for their rows; None if too little is known.
-
-    Computing prompts is left out on both sides. Our worker records the rows of steps that only decode; those of ours
-    that also compute a prompt are charged the others' mean.
-    """
-    recorded = sum(count for count, _ in totals.by_rows.values())
-    if not recorded or not times:
-        return None
-    counts = running(stock, batch)
-    stock_ms = sum(at(times, count) for count in [*counts[:1], *counts])
-    decode_ms = sum(count * at(times, rows) for rows, (count, _) in totals.by_rows.items())
-    return stock_ms / (decode_ms * totals.steps / recorded)
-
-
-def extend_sizes(batch: int, totals: WorkerTotals) -> list[int]:
-    """Which n to measure: 1, and powers of two until batch * n covers the widest step."""
-    widest = max(totals.by_rows, default=batch)
-    largest = max(1, math.ceil(widest / batch))
-    return [1 << i for i in range((largest - 1).bit_length() + 1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +160,7 @@ def make_row(name: str, batch: int, draft: int, pairs: Sequence[Pair], times: St
         times: stock's step times at this batch; None leaves `ideal` and `efficiency` out.
     """
     timed = [pair for pair in pairs if pair.is_timed]
-    last, difference = timed[-1], _difference(pairs)
+    last, difference = timed[-1], difference_of(pairs)
     counts = _counts(last.ours)
     return Row(
         name=name,
@@ -258,10 +194,15 @@ def proven_row(name: str, batch: int, draft: int, pairs: Sequence[Pair], judged:
     return row.but(**told, ties=judged.ties, differences=judged.differences, **({} if is_told else UNTOLD))
 
 
-def ratio(ours: Sequence[Pair], than: Sequence[Pair]) -> float:
-    """How many times as long the first takes as the second, median over rounds."""
+def ratios(ours: Sequence[Pair], than: Sequence[Pair]) -> list[float]:
+    """Per timed round, how many times as long the first takes as the second."""
     timed = [[pair.ours.wall_s for pair in pairs if pair.is_timed] for pairs in (ours, than)]
-    return statistics.median(one / other for one, other in zip(*timed, strict=True))
+    return [one / other for one, other in zip(*timed, strict=True)]
+
+
+def ratio(ours: Sequence[Pair], than: Sequence[Pair]) -> float:
+    """As `ratios`, the median."""
+    return statistics.median(ratios(ours, than))
 
 
 def speedup(pairs: Sequence[Pair]) -> float:
@@ -277,8 +218,8 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
-def _difference(pairs: Sequence[Pair]) -> str | None:
-    """Stock against itself first: what it does not repeat, nobody can be compared with."""
+def difference_of(pairs: Sequence[Pair]) -> str | None:
+    """In words, where a run differs first; stock from itself before all: what it does not repeat is no measure."""
     itself = [pair.stock.itself for pair in pairs if pair.stock.itself is not None]
     found = itself or [d for pair in pairs if (d := first_difference(pair.stock, pair.ours)) is not None]
     if not found:

@@ -21,11 +21,9 @@ from vllm_specrollout.errors import ConfigError
 from .display import Display
 from .engines import Engines, Report
 from .models import CACHE, DTYPES, check_length
-from .plots import check_matplotlib
 from .report import Found, Table, as_json, paired, print_all
 
 E = TypeVar("E", bound=Engines)
-PICTURES = (".png", ".svg", ".pdf")
 
 
 def flag(
@@ -94,18 +92,12 @@ class Scenario:
     def check(self) -> None:
         """Refuse what cannot end well, before minutes are spent on it."""
         cli_flags.check_writable(self.out, "--out")
-        if (picture := getattr(self, "plot", None)) is not None:
-            cli_flags.check_writable(picture, "--plot")
-            if picture.suffix not in PICTURES:
-                cause = f"`--plot` is `{picture}`, of a kind that cannot be drawn"
-                raise ConfigError(cause, "end it in .png, .svg or .pdf")
-            check_matplotlib()
 
     def measure(self, session: Session) -> Found:
         raise NotImplementedError
 
     def title(self, found: Found) -> str:
-        """The line above what is printed, and above a picture."""
+        """The line above what is printed."""
         raise NotImplementedError
 
     def told(self, found: Found) -> Iterable[Table | str]:
@@ -115,9 +107,6 @@ class Scenario:
     def show(self, found: Found, out: Console) -> None:
         """Print what was found."""
         print_all([self.title(found), *self.told(found)], out)
-
-    def draw(self, found: Found, path: Path) -> None:
-        """Draw it; only of a scenario with a field `plot`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +177,7 @@ class ModelScenario(RoundsScenario):
 
 
 def run(scenario: Scenario) -> None:
-    """Check, measure, write, print, draw; ends with status 1 if one output was not stock's, or a check failed."""
+    """Check, measure, write, print; ends with status 1 if one output was not stock's, or a check failed."""
     scenario = scenario.resolved()
     scenario.check()
     with Display() as display, tempfile.TemporaryDirectory(prefix="specrollout-") as scratch:
@@ -198,10 +187,6 @@ def run(scenario: Scenario) -> None:
         scenario.out.write_text(as_json(scenario.bench, scenario.settings(), found), encoding="utf-8")
         display.out.print(f"wrote {scenario.out}", markup=False)
     scenario.show(found, display.out)
-    picture: Path | None = getattr(scenario, "plot", None)
-    if picture is not None and found.is_identical:
-        scenario.draw(found, picture)
-        display.out.print(f"wrote {picture}", markup=False)
     if not found.is_passed:
         raise typer.Exit(1)
 

@@ -23,7 +23,7 @@ JUDGE: dict[str, Any] = {"max_logprobs": -1, "logprobs_mode": "processed_logits"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidates:
+class TieCandidates:
     """Two tokens, and where one of them was to be chosen."""
 
     stock: int
@@ -40,7 +40,7 @@ class Candidates:
     is_v2: bool | None = None
 
 
-def judged(one: Candidates, seed: int | None, temperature: float, dtype: str) -> tuple[bool, str]:
+def judged(one: TieCandidates, seed: int | None, temperature: float, dtype: str) -> tuple[bool, str]:
     """Whether it is a tie, and how far apart the candidates are of how much allowed, in words; see `gap`."""
     logits = [logit * (temperature or 1.0) for logit in (one.stock_logit, one.our_logit)]
     apart, most = gap(one, seed, temperature), tolerance(dtype, logits, temperature)
@@ -112,7 +112,7 @@ def asked(
     if given + found["token_ids"][:at] != prefix:
         return False, "and stock does not repeat itself"
     stock_logit, our_logit = found["logits"]
-    one = Candidates(
+    one = TieCandidates(
         stock=parting.stock,
         ours=parting.ours,
         stock_logit=stock_logit,
@@ -125,7 +125,7 @@ def asked(
     return judged(one, params["seed"], params["temperature"], dtype)
 
 
-def gap(one: Candidates, seed: int | None, temperature: float) -> float:
+def gap(one: TieCandidates, seed: int | None, temperature: float) -> float:
     """How far apart they are, noise included; infinity if it cannot be told.
 
     Args:
@@ -156,7 +156,7 @@ def gap(one: Candidates, seed: int | None, temperature: float) -> float:
     return _bisected(drawn, one)
 
 
-def _bisected(seed: torch.Tensor, one: Candidates) -> float:
+def _bisected(seed: torch.Tensor, one: TieCandidates) -> float:
     """The noise kernel of V1 is a black box: how much must be added to the losing token before the kernel picks it?"""
     # registers the kernel, which engines elsewhere do for themselves alone
     import torch

@@ -98,34 +98,14 @@ class Tuning(MatchingMixin):
         """What `SwitchCounter` counted since the budget was set, or since the last call."""
         return self._switches().start_over()
 
-    def spec_rollout_set_streams(self, window: int | None = None, fan_out: int | None = None) -> None:
-        """Other windows for decoupled drafters, from the next step on.
-
-        Args:
-            window, fan_out: as in `decoupled`; default: as they are.
+    def spec_rollout_set_window(self, window: int) -> None:
+        """Another draft window for decoupled drafters, from the next step on.
 
         Raises:
             UnsupportedError: no drafter runs elsewhere.
         """
         for link in attached(self.model_runner).links.values():
-            link.window, link.fan_out = window or link.window, fan_out or link.fan_out
-
-    def spec_rollout_streams(self) -> dict[str, Any]:
-        """What decoupled drafters did since this was asked last.
-
-        Returns:
-            "beats": per second, milliseconds of work, passes, and requests in them.
-
-        Raises:
-            UnsupportedError: no drafter runs elsewhere.
-        """
-        remote = attached(self.model_runner)
-        remote.receive()
-        found: dict[str, Any] = {"beats": []}
-        for link in remote.links.values():
-            found["beats"] += [[beat.busy_ms, beat.passes, beat.streams] for beat in link.beats]
-            link.beats.clear()
-        return found
+            link.window = window
 
     def _switches(self) -> SwitchCounter:
         listeners = self.model_runner.spec_rollout.listeners
@@ -135,16 +115,14 @@ class Tuning(MatchingMixin):
         listeners.append(SwitchCounter())
         return listeners[-1]
 
-    def spec_rollout_set_oracle(
-        self, path: str, accuracy: Sequence[float], position: int | None = None, then: Sequence[float] = (0.0,)
-    ) -> None:
+    def spec_rollout_set_oracle(self, path: str, accuracy: Sequence[float], position: int | None = None) -> None:
         """Other answers and another accuracy for the oracle, as `OracleDrafter.replay`.
 
         Raises:
-            ConfigError: the engine has no oracle, or the file or the accuracy cannot be used.
+            ConfigError: the engine has no oracle.
         """
         drafters = self.model_runner.spec_rollout.all_drafters()
         oracle = next((drafter for drafter in drafters if isinstance(drafter, OracleDrafter)), None)
         if oracle is None:
             raise ConfigError("the engine has no oracle", f'start it with {{"drafters": ["{ORACLE}"]}}')
-        oracle.replay(path, accuracy, position, then)
+        oracle.replay(path, accuracy, position)

@@ -1,4 +1,4 @@
-"""`specrollout bench grpo`: GRPO of the small policy, rolled out by stock vLLM, vLLM's own speculation and ours."""
+"""`specrollout bench grpo`: GRPO of the small policy, rolled out by stock vLLM, vLLM's own ngram and ours."""
 
 from __future__ import annotations
 
@@ -12,29 +12,21 @@ from typing import Any, ClassVar
 from vllm_specrollout.config import parse
 from vllm_specrollout.errors import ConfigError
 
-from ..grpo.fleet import Arm, Fleet, Request, overlaid, suffix_problem
+from ..grpo.fleet import Fleet, Request, Roller
 from ..grpo.loop import Loop
-from ..grpo.rows import SUFFIX, ablation_table, epoch_rows, epochs_table, notes_text
+from ..grpo.rows import epoch_rows, epochs_table, notes_text
 from ..policy.grpo import GrpoConfig
 from ..policy.reward import problems
 from ..policy.tasks import FAMILIES, Problem
 from ..runner.engines import OURS, PROMPT_LEN, STOCK
 from ..runner.models import check_length, find_model, shipped_drafters
-from ..runner.plots import plot_epochs
 from ..runner.report import Found, Table
 from ..runner.scenario import EngineScenario, Session, command, flag
 
 HEAD = "head"
-ENGINES = (STOCK, "ngram", SUFFIX, OURS, HEAD)
+ENGINES = (STOCK, "ngram", OURS, HEAD)
 # vLLM's own drafters, by `speculative_config`; what is not named has vLLM's default
 _NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 7, "prompt_lookup_min": 3}
-ABLATIONS: Mapping[str, Mapping[str, Any]] = {
-    "no rewards": {"history": {"reward_weight": 0.0}},
-    "no siblings": {"history": {"siblings": False}},
-    "one epoch": {"history": {"epochs": 1}},
-    "global index": {"history": {"scope": "global"}},
-}
-"""Variants of ours: name -> what is laid over its configuration."""
 _QUICK = {"problems": 2, "problems_per_step": 2, "samples": 2, "epochs": 2, "batch": 4, "max_tokens": 24}
 """Sizes under `--quick`."""
 _UPDATE = GrpoConfig()
@@ -56,14 +48,11 @@ class Grpo(EngineScenario):
     )
     engines: tuple[str, ...] = flag(
         (STOCK, OURS),
-        "Which engines roll out: stock, ngram, suffix, ours, head (ours, with the policy's EAGLE-3 head).",
+        "Which engines roll out: stock, ngram, ours, head (ours, with the policy's EAGLE-3 head).",
         choices=ENGINES,
     )
     spec_rollout: dict[str, Any] = flag({"drafters": ["history"]}, "Our engine's configuration, JSON or a file of it.")
     ngram: dict[str, Any] = flag(_NGRAM, "`speculative_config` of the ngram engine.")
-    suffix: dict[str, Any] = flag({"method": "suffix"}, "`speculative_config` of the suffix engine.")
-    suffix_path: str = flag("", "Folder that holds arctic_inference, if not installed.", is_setting=False)
-    ablate: bool = flag(False, "Also run ours without one part of its history each.")
     problems: int = flag(16, "Problems of the fixed set, from the training split.", within=(1, 10_000))
     problems_per_step: int = flag(8, "Problems between two updates; divides --problems.", within=(1, 10_000))
     samples: int = flag(8, "Answers to each problem.", within=(2, 1000))
@@ -73,13 +62,11 @@ class Grpo(EngineScenario):
     max_tokens: int = flag(256, "Tokens after which an answer is cut.", within=(2, 1 << 16))
     learning_rate: float = flag(_UPDATE.learning_rate, "Of AdamW.")
     clip: float = flag(_UPDATE.clip_low, "Ratios outside 1 +- this earn nothing more.")
-    kl: float = flag(_UPDATE.kl_weight, "Weight of the KL divergence from the first policy.")
     inner_epochs: int = flag(_UPDATE.inner_epochs, "Passes over a rollout's answers.")
     minibatches: int = flag(_UPDATE.minibatches, "Optimiser steps per pass.")
     threads: int = flag(1, "Torch threads of the trainer.", within=(1, 256))
     seed: int = flag(0, "Of the problems, their order and sampling.", within=(0, 1 << 30))
     quick: bool = flag(False, "A few short answers only, whatever the sizes say.", is_setting=False)
-    plot: Path | None = flag(None, "Draw rewards, tokens and times into this file.", is_setting=False)
     trace: Path | None = flag(None, "Write every rollout's answers into this folder.", is_setting=False)
     save: Path | None = flag(None, "Write the trained policy into this folder.", is_setting=False)
 
@@ -106,7 +93,7 @@ class Grpo(EngineScenario):
 
     @property
     def grpo(self) -> GrpoConfig:
-        clips = {"clip_low": self.clip, "clip_high": self.clip, "kl_weight": self.kl}
+        clips = {"clip_low": self.clip, "clip_high": self.clip}
         passes = {"inner_epochs": self.inner_epochs, "minibatches": self.minibatches}
         return GrpoConfig(learning_rate=self.learning_rate, seed=self.seed, **clips, **passes)  # type: ignore[arg-type]
 
@@ -123,8 +110,8 @@ class Grpo(EngineScenario):
         arms = [{name: getattr(arm, name) for name in names} for arm in self.arms()]
         return {**super().settings(), "grpo": asdict(self.grpo), "engines": arms}
 
-    def arms(self) -> list[Arm]:
-        """Stock first, then the others asked for; with `ablate`, the variants of ours after it."""
+    def arms(self) -> list[Roller]:
+        """Stock first, then the others asked for."""
         if STOCK not in self.engines:
             cause = f"`--engines` is {','.join(self.engines)}, without stock"
             raise ConfigError(cause, "add `stock`: training goes on from its rollouts")
@@ -132,20 +119,12 @@ class Grpo(EngineScenario):
             cause = f"`--engines` names head, which is the project's own policy's, and `--model` is `{self.model}`"
             raise ConfigError(cause, "leave one of the two out")
         made = [
-            Arm(name=STOCK),
-            Arm(name="ngram", speculative_config=self.ngram),
-            Arm(name=SUFFIX, speculative_config=self.suffix, import_path=self.suffix_path),
-            Arm(name=OURS, spec_rollout=self.spec_rollout),
-            Arm(name=HEAD, spec_rollout=self.spec_rollout, has_head=True),
+            Roller(name=STOCK),
+            Roller(name="ngram", speculative_config=self.ngram),
+            Roller(name=OURS, spec_rollout=self.spec_rollout),
+            Roller(name=HEAD, spec_rollout=self.spec_rollout, has_head=True),
         ]
-        chosen = {*self.engines, OURS} if self.ablate else set(self.engines)
-        arms = [arm for arm in made if arm.name in chosen]
-        if self.ablate:
-            named = self.spec_rollout.get("drafters")
-            if "history" not in (named or ()):
-                cause = f"`--ablate` varies the history drafter, and `--spec-rollout` names {named}"
-                raise ConfigError(cause, 'add "history" to its drafters')
-            arms += [Arm(name=name, spec_rollout=overlaid(self.spec_rollout, over)) for name, over in ABLATIONS.items()]
+        arms = [arm for arm in made if arm.name in self.engines]
         for arm in arms:
             if arm.is_ours:
                 parse(dict(arm.spec_rollout or {}), "--spec-rollout")
@@ -185,31 +164,21 @@ class Grpo(EngineScenario):
 
     def measure(self, session: Session) -> Found:
         size = None if self.size == "none" else self.size
-        arms, notes = self.arms(), []
-        if any(arm.name == SUFFIX for arm in arms) and (problem := suffix_problem(self.suffix_path)) is not None:
-            arms = [arm for arm in arms if arm.name != SUFFIX]
-            why = f"suffix was left out: arctic_inference cannot be imported ({problem})"
-            notes.append(f"{why}; name its folder with `--suffix-path`")
+        arms = self.arms()
         policy, _ = find_model(self.model, None, self.dtype, self.cache, session.display, is_policy=True)
         served, title = find_model(self.model, size, self.dtype, self.cache, session.display, is_policy=True)
         if any(arm.has_head for arm in arms):
             head = {"speculative_config": shipped_drafters(served, size, self.cache)["head"]}
             arms = [replace(one, spec_rollout={**self.spec_rollout, **head}) if one.has_head else one for one in arms]
-        together = [arm for arm in arms if arm.name not in ABLATIONS]
-        variants = [arm for arm in arms if arm.name in ABLATIONS]
         # starts, rollouts, updates and pushes
         units = len(arms) + self.num_steps * (len(arms) + 2) - 1
         report = session.display.steps(units)
         shape = {"seqs": self.batch, "length": PROMPT_LEN + self.max_tokens, "width": 2 * PROMPT_LEN}
         check_length(served, shape["length"])
-
-        def make_fleet(arms: Sequence[Arm]) -> Fleet:
-            return self.make_engines(served, report, kind=Fleet, arms=arms, plan=self, **shape)
-
-        steps, more_notes = Loop(self, policy, size, make_fleet, report).run(together, variants)
+        with self.make_engines(served, report, kind=Fleet, arms=arms, plan=self, **shape) as fleet:
+            steps, notes = Loop(self, policy, size, fleet).run()
         rows = epoch_rows(steps)
-        extra = {"epochs": rows, "notes": notes + more_notes}
-        return Found(model=title, rows=steps, extra=extra, more=rows)
+        return Found(model=title, rows=steps, extra={"epochs": rows, "notes": notes}, more=rows)
 
     def title(self, found: Found) -> str:
         sizes = f"{self.problems} problems x {self.samples} answers x {self.epochs} epochs, {self.batch} at once"
@@ -217,12 +186,7 @@ class Grpo(EngineScenario):
 
     def told(self, found: Found) -> Iterator[Table | str]:
         yield epochs_table(found.more)
-        if self.ablate:
-            yield ablation_table(found.more)
         yield from notes_text(found.rows, found.extra["notes"])
-
-    def draw(self, found: Found, path: Path) -> None:
-        plot_epochs(found.rows, found.more, self.title(found), path)
 
 
 bench_grpo = command(Grpo)

@@ -6,28 +6,26 @@ import os
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from vllm_specrollout.cluster import Answer, SpecGroup
+from vllm_specrollout.cluster import SpecGroup
 from vllm_specrollout.cluster.ladder import LADDERS
-from vllm_specrollout.cluster.lending import LENT
 from vllm_specrollout.cluster.planner import choose_ladder
-from vllm_specrollout.cluster.reports import Report
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.scheduling.lengths import Lengths
 
 from ..policy import DRAFT
 from ..policy.reward import Problem, problems
-from ..runner.engines import IN_ONE_PROCESS, PROMPT_LEN, STOCK, sampling
+from ..runner.engines import IN_ONE_PROCESS, PROMPT_LEN, STOCK, run_round, sampling
 from ..runner.fields import Row
 from ..runner.models import find_model, quarter_drafter
-from ..runner.plots import plot_workers
 from ..runner.report import Found, Table
 from ..runner.results import LADDER
-from ..runner.rows import quartiles
+from ..runner.rows import Pair, Run, difference_of, quartiles, ratio, ratios
 from ..runner.scenario import RoundsScenario, Session, command, flag
 from .decoupled import QUARTER, SMALL
 
@@ -37,67 +35,26 @@ _COUNTS = ("moved", "lent")
 _MANY = 240  # problems of a whole batch, as a trainer has them; those that run here are the longest and some others
 
 
-@dataclass(slots=True, kw_only=True)
-class Bar:
-    """What a worker gave to one request with the same drafters, in one run."""
-
-    worker: str
-    request: str
-    # what drafted: the worker's own, a method, or whose drafter was lent
-    drafter: str
-    # seconds since the batch was given
-    begin_s: float
-    end_s: float
-    tokens: int
-
-
 class TimedGroup(SpecGroup):
-    """Notes who told of what, and when."""
+    """A group whose ladder changes between batches."""
 
-    begin_s = 0.0
-    # what engines draft with by themselves
-    own = ""
-    bars: list[Bar]
-    # (engine, request) -> its newest of them
-    _newest: dict[tuple[str, str], Bar]
-
-    def timed(
-        self, ladder: str, prompts: Sequence[list[int]], params: Sequence[dict[str, Any]]
-    ) -> tuple[list[Answer], float]:
-        """The answers with a ladder, and the makespan in seconds. All ladders have the same engines and drafters."""
+    def timed(self, ladder: str, prompts: Sequence[list[int]], params: Sequence[dict[str, Any]]) -> Run:
+        """The answers with a ladder, all of which have the same engines and drafters; of times, the makespan alone."""
         if ladder == AUTO:
             ladder, _ = choose_ladder(self._run(self._profiles()))
         self._driver.ladder = ladder
         # the same problems again, with all ladders: none may know how long their answers were
         self._driver.lengths = Lengths()
-        self.bars, self._newest, self.begin_s = [], {}, time.perf_counter()
-        self._driver.listener = self.note
+        begin = time.perf_counter()
         answers = self.generate(prompts, params)
-        return answers, time.perf_counter() - self.begin_s
+        seconds = time.perf_counter() - begin
+        ends = (seconds,) * len(answers)
+        return Run(token_ids=tuple(tuple(one.token_ids) for one in answers), finish_s=ends, step_s=(seconds,))
 
     def await_drafters(self) -> None:
         """Until each engine's can draft."""
         while not all(one["drafter"] for one in self.status()["engines"].values()):
             time.sleep(0.1)
-
-    def note(self, engine: str, report: Report) -> None:
-        """What an engine tells of, before the driver takes it in."""
-        now = time.perf_counter() - self.begin_s
-        lent = self._lending.borrowed(engine) if self._lending is not None else {}
-        for key, part in report.parts.items():
-            lenders = [f"{LENT}{lender}" for lender, keys in lent.items() if key in keys]
-            drafter = " and ".join([one for one in (self.own, *lenders) if one]) or "none"
-            self._extend((engine, key.rpartition(".")[0]), drafter, now, len(part.tokens))
-
-    def _extend(self, own: tuple[str, str], drafter: str, now: float, tokens: int) -> None:
-        """The request's newest bar at this engine grows, or one of another colour begins where it ends."""
-        bar = self._newest.get(own)
-        if bar is None or bar.drafter != drafter:
-            begin = now if bar is None else bar.end_s
-            bar = Bar(worker=own[0], request=own[1], drafter=drafter, begin_s=begin, end_s=now, tokens=0)
-            self._newest[own] = bar
-            self.bars.append(bar)
-        bar.end_s, bar.tokens = now, bar.tokens + tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +78,6 @@ class Ladder(RoundsScenario):
     max_tokens: int = flag(1024, "Tokens after which an answer is cut: 512 would cut the tail.", within=(2, 1 << 16))
     window: int = flag(4, "Tokens of a draft window.", within=(1, 64))
     fan_out: int = flag(4, "Choices that a lent drafter sends for each position.", within=(1, 8))
-    plot: Path | None = flag(None, "Draw who worked on what, in the last round.", is_setting=False)
 
     def check(self) -> None:
         super().check()
@@ -137,44 +93,42 @@ class Ladder(RoundsScenario):
         report = session.display.steps(3 + self.rounds + len(self.ladders) * (self.rounds + 1))
         params = [sampling(self.seed + i, self.max_tokens) for i in range(self.requests)]
         shape = {"seqs": self.seqs, "length": PROMPT_LEN + self.max_tokens, "width": 2 * PROMPT_LEN}
-        prompts, truth = [], []
+        prompts: dict[int, list[list[int]]] = {}
+        stock: dict[int, Run] = {}
         with self.make_engines(folder, report, environment=IN_ONE_PROCESS, **shape) as engines:
             engines.start(STOCK)
-            for number in range(self.rounds + 1):
-                with engines.doing(f"stock's answers, round {number}"):
-                    prompts.append(engines.encode(self._problems(number)))
-                    truth.append(engines.run(STOCK, prompts[-1], params).token_ids)
-        seconds: dict[str, list[float]] = {ladder: [] for ladder in self.ladders}
+            for number in range(-1, self.rounds):
+                with engines.doing(f"stock's answers, round {number + 1}"):
+                    prompts[number] = engines.encode(self._problems(number))
+                    stock[number] = engines.run(STOCK, prompts[number], params)
+        pairs: dict[str, list[Pair]] = {ladder: [] for ladder in self.ladders}
         counts: dict[str, Counter[str]] = {ladder: Counter() for ladder in self.ladders}
-        differences: dict[str, str] = {}
-        bars, chosen = {}, {}
+        chosen: dict[str, str] = {}
         with self._group(folder, report) as group:
-            for number in range(self.rounds + 1):
-                for ladder in self.ladders[:: 1 if number % 2 else -1]:
-                    report(f"{ladder}, round {number}", 0)
-                    before = Counter({name: group.status()[name] for name in _COUNTS})
-                    answers, took = group.timed(ladder, prompts[number], params)
-                    for i, (answer, tokens) in enumerate(zip(answers, truth[number], strict=True)):
-                        if answer.token_ids != tokens:
-                            differences[ladder] = f"round {number}: request {i} differs, of {answer.engine}"
-                    status = group.status()
-                    # the first one warms up
-                    seconds[ladder] += [took] if number else []
-                    counts[ladder] += Counter({name: status[name] for name in _COUNTS}) - before
-                    bars[ladder], chosen[ladder] = group.bars, status["ladder"]
-                    report("", 1)
-        fixed = [ladder for ladder in self.ladders if ladder != AUTO]
-        best = min(fixed, key=lambda ladder: statistics.median(seconds[ladder]), default=AUTO)
-        rows = [
-            self._row(ladder, chosen[ladder], seconds, best, counts[ladder], differences.get(ladder))
-            for ladder in self.ladders
-        ]
-        return Found(model=title, rows=rows, more=bars)
 
-    def _problems(self, round_: int) -> list[Problem]:
+            def run(ladder: str | None, number: int) -> Run:
+                if ladder is None:
+                    return stock[number]
+                report(f"{ladder}, round {number + 1}", 0)
+                before = group.status()
+                made, after = group.timed(ladder, prompts[number], params), group.status()
+                counts[ladder] += Counter({name: after[name] - before[name] for name in _COUNTS})
+                chosen[ladder] = after["ladder"]
+                report("", 1)
+                return made
+
+            for number in stock:
+                for ladder, pair in run_round(number, self.ladders, partial(run, number=number)).items():
+                    pairs[ladder].append(pair)
+        fixed = [ladder for ladder in self.ladders if ladder != AUTO]
+        best = min(fixed, key=lambda ladder: ratio(pairs[ladder], pairs[self.ladders[0]]), default=AUTO)
+        rows = [self._row(ladder, chosen[ladder], pairs, best, counts[ladder]) for ladder in self.ladders]
+        return Found(model=title, rows=rows)
+
+    def _problems(self, number: int) -> list[Problem]:
         """Of one round, a problem for each request: history knows nothing of them. The longest of many comes first, so
         that it begins at once; its samples are the tail."""
-        many = problems(_MANY, self.seed + round_)
+        many = problems(_MANY, self.seed + number + 1)
         longest = max(many, key=lambda problem: problem.size)
         ordered = [longest, *[one for one in many if one is not longest]]
         return [ordered[i // self.samples] for i in range(self.requests)]
@@ -198,32 +152,23 @@ class Ladder(RoundsScenario):
             drafters=[str(small)],
             drafter_engine={**engine, "max_num_seqs": self.seqs},
         )
-        group.own = "" if self.own == NONE else self.own
         group.await_drafters()
         report("", 1)
         return group
 
     def _row(
-        self,
-        ladder: str,
-        chosen: str,
-        seconds: dict[str, list[float]],
-        best: str,
-        counts: Counter[str],
-        difference: str | None,
+        self, ladder: str, chosen: str, pairs: Mapping[str, Sequence[Pair]], best: str, counts: Counter[str]
     ) -> Row:
-        ratios, of_best = (
-            [base / own for base, own in zip(seconds[other], seconds[ladder], strict=True)]
-            for other in (self.ladders[0], best)
-        )
-        told = {name: counts[name] for name in _COUNTS}
-        row = Row(ladder=ladder, chosen=chosen, identical=difference is None, difference=difference, **told)
-        if difference is not None:
+        """Ratios are to the first ladder, and to the best one, round by round."""
+        wrong, told = difference_of(pairs[ladder]), {name: counts[name] for name in _COUNTS}
+        row = Row(ladder=ladder, chosen=chosen, identical=wrong is None, difference=wrong, **told)
+        if wrong is not None:
             return row
+        base, of_best = (ratios(pairs[other], pairs[ladder]) for other in (self.ladders[0], best))
         return row.but(
-            makespan_s=statistics.median(seconds[ladder]),
-            speedup=statistics.median(ratios),
-            quartiles=quartiles(ratios),
+            makespan_s=statistics.median(pair.ours.wall_s for pair in pairs[ladder] if pair.is_timed),
+            speedup=statistics.median(base),
+            quartiles=quartiles(base),
             of_best=statistics.median(of_best),
         )
 
@@ -233,9 +178,6 @@ class Ladder(RoundsScenario):
     def told(self, found: Found) -> Iterator[Table | str]:
         yield Table(found.rows, LADDER)
         yield from (f"{row.ladder}: {row.difference}" for row in found.rows if row.difference is not None)
-
-    def draw(self, found: Found, path: Path) -> None:
-        plot_workers(found.more, f"{found.model}: who worked on what", path)
 
 
 bench_ladder = command(Ladder)

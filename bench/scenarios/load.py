@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from vllm_specrollout.config import BUDGETS, MAX_NODES
 
-from ..runner.budgets import AUTO, Budget, BudgetEngines, Waves, compared, measure_loads, told
+from ..runner.budgets import AUTO, BudgetArm, BudgetEngines, Waves, compared, measure_loads, told
 from ..runner.engines import OURS
 from ..runner.fields import Row
 from ..runner.report import Found, Table
@@ -34,9 +34,9 @@ class Ramp(ModelScenario):
     accuracy: float = flag(0.8, "Probability that a draft token is right.", within=(0, 1))
     max_draft_tokens: int = flag(7, "Most draft tokens per step.", within=(1, MAX_NODES))
 
-    def arms(self) -> list[Budget]:
+    def arms(self) -> list[BudgetArm]:
         """`auto` first."""
-        return [AUTO, *(Budget(name=name) for name in self.budgets if name != AUTO.name)]
+        return [AUTO, *(BudgetArm(name=name) for name in self.budgets if name != AUTO.name)]
 
     def measure(self, session: Session) -> Found:
         most = self.max_draft_tokens
@@ -59,9 +59,9 @@ class Ramp(ModelScenario):
         arms, waves = self.arms(), replace(waves, prompts=prompts, seed=self.seed)
         recorded = engines.recorded(waves)
         engines.set_answers(recorded, self.accuracy, waves.turns_bad_at)
-        switches: dict[Budget, dict[str, int]] = {}
+        switches: dict[BudgetArm, dict[str, int]] = {}
 
-        def run(_: str, arm: Budget | None, number: int) -> Run:
+        def run(_: str, arm: BudgetArm | None, number: int) -> Run:
             if arm is None:
                 return recorded if number < 0 else engines.run_waves(None, waves)
             engines.set_budget(arm, is_fresh=number < 0)
@@ -78,10 +78,10 @@ class Ramp(ModelScenario):
         lengths = tail_ratio([len(ids) for ids in pairs[AUTO][-1].stock.token_ids])
         shared = {"pattern": name, "seed": self.seed, "length_ratio": lengths}
 
-        def cost(arm: Budget) -> float:
+        def cost(arm: BudgetArm) -> float:
             return statistics.median(pair.ours.wall_s for pair in pairs[arm] if pair.is_timed)
 
-        def fields(arm: Budget, best: Budget | None) -> dict[str, Any]:
+        def fields(arm: BudgetArm, best: BudgetArm | None) -> dict[str, Any]:
             return {**switches[arm], **shared, "best": best and str(best)}
 
         return compared(rows, pairs, judged, cost, fields, [arm for arm in arms if arm != AUTO])

@@ -15,8 +15,8 @@ from ..runner.fields import Row
 from ..runner.rows import Run, partings
 from ..runner.server import Holding
 from ..runner.ties import asked
-from .drive import Outcome, Sample
-from .load import Answer
+from .drive import Observations, Sample
+from .load import Reply
 
 LEAST_SAMPLES = 8
 """Of a shorter series nothing is judged."""
@@ -61,7 +61,7 @@ def memory(samples: Sequence[Sample], settled_s: float, limit: float) -> list[Ro
     return [grown(f"memory, {role}", "MiB", own, settled_s, limit, is_share=True) for role, own in series.items()]
 
 
-def handles(outcome: Outcome, settled_s: float) -> list[Row]:
+def handles(outcome: Observations, settled_s: float) -> list[Row]:
     """Files while requests run; sockets before the first and after the last one, as each client has one meanwhile."""
     series = _series(outcome.samples, lambda one: float(one.files))
     found = [grown(f"files, {r}", "open", own, settled_s, MORE_FILES, is_share=False) for r, own in series.items()]
@@ -76,7 +76,7 @@ def disk(samples: Sequence[Sample], limit_mib: float) -> Row:
     return judged("disk, history", max((sample.disk_mib for sample in samples), default=0.0), limit_mib, "MiB")
 
 
-def requests(outcome: Outcome, is_alive: bool) -> list[Row]:
+def requests(outcome: Observations, is_alive: bool) -> list[Row]:
     """None lost, none left behind, and the server still there."""
     counts = outcome.requests
     left = outcome.idle[1].counts if outcome.idle is not None else {}
@@ -89,7 +89,7 @@ def requests(outcome: Outcome, is_alive: bool) -> list[Row]:
     ]
 
 
-def drafting(outcome: Outcome) -> list[Row]:
+def drafting(outcome: Observations) -> list[Row]:
     """That drafts went on to the end, faults or not; and what the other routes answered."""
     counted = [sample.counts for sample in outcome.samples if sample.counts]
     end = counted[-1] if counted else {}
@@ -100,7 +100,6 @@ def drafting(outcome: Outcome) -> list[Row]:
         "preemptions": end.get("preemptions", 0.0),
         "writes of the history that failed": outcome.samples[-1].write_errors if outcome.samples else 0.0,
         **{f"rewards {kind}": outcome.routes[f"rewards {kind}"] for kind in ("matched", "unknown")},
-        "bodies that no route takes": outcome.routes["mistakes"],
     }
     last = Row(name="drafted in the last quarter", unit="nodes", value=since, limit=1, passed=since >= 1)
     return [
@@ -112,7 +111,7 @@ def drafting(outcome: Outcome) -> list[Row]:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Comparison:
     """How answers compare with those of a stock engine, which is asked again once the server is gone."""
 
     answers: int
@@ -123,8 +122,8 @@ class Verdict:
 
 
 def compare(
-    engines: Engines, answers: Sequence[Answer], max_tokens: int, dtype: str, report: Callable[[int, int], None]
-) -> Verdict:
+    engines: Engines, answers: Sequence[Reply], max_tokens: int, dtype: str, report: Callable[[int, int], None]
+) -> Comparison:
     """Ask stock for all of them; its engine was started with `JUDGE`.
 
     Args:
@@ -150,10 +149,10 @@ def compare(
             (ties if is_tie else differences).append(text)
         report(begin + len(some), len(singles))
     tokens = sum(len(answer.tokens[i]) for answer, i in singles)
-    return Verdict(len(singles), tokens, tuple(ties), tuple(differences))
+    return Comparison(len(singles), tokens, tuple(ties), tuple(differences))
 
 
-def answers(verdict: Verdict) -> Row:
+def answers(verdict: Comparison) -> Row:
     """All that were compared are stock's, floating-point ties apart."""
     count = len(verdict.differences)
     told = f"{verdict.answers} answers, {verdict.tokens} tokens compared, {len(verdict.ties)} proven ties"

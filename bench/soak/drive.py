@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ..policy.reward import reward
 from ..runner.server import Holding, Server, disk_bytes, holdings
 from .faults import Fault, inflict
-from .load import PATIENCE_S, Answer, Arrival, Lost, arrivals, ask
+from .load import PATIENCE_S, ClientRequest, Lost, Reply, arrivals, ask
 
 MOST_TOLD = 20
 """Failures that are told word by word; further ones are counted."""
@@ -37,20 +36,6 @@ _COUNTERS = {
     "waiting": "vllm:num_requests_waiting",
 }
 _OURS = "/spec_rollout"
-_COMPLETIONS = "/v1/completions"
-MISTAKES: tuple[tuple[str, bytes, tuple[int, ...]], ...] = (
-    (f"{_OURS}/rewards", b"{", (400,)),
-    (f"{_OURS}/rewards", b'{"rewards": [{"request_id": "x", "reward": NaN}]}', (400, 422)),
-    (f"{_OURS}/rewards", b'{"rewards": [' + b",".join([b"{}"] * 2000) + b"]}", (422,)),
-    (f"{_OURS}/rewards", b'{"rewards": [{"request_id": "' + b"x" * 5000 + b'", "reward": 1.0}]}', (422,)),
-    (f"{_OURS}/rewards", b'{"rewards": "' + b"x" * (9 << 20) + b'"}', (413,)),
-    (f"{_OURS}/epoch", b'{"epoch": 1e999}', (400, 422)),
-    # long past
-    (f"{_OURS}/epoch", b'{"epoch": 0}', (409,)),
-    (f"{_OURS}/drafter", b'{"path": "/nowhere"}', (403,)),
-    (_COMPLETIONS, b'{"model": "policy", "prompt": "1", "vllm_xargs": {"spec_rollout": "{"}}', (400,)),
-)
-"""(route, body that it may not take, statuses it may be refused with)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,15 +53,15 @@ class Sample:
 
 
 @dataclass(slots=True)
-class Outcome:
+class Observations:
     """What came of it."""
 
     samples: list[Sample] = field(default_factory=list)
     # answers that are to be compared with stock's
-    kept: list[Answer] = field(default_factory=list)
+    kept: list[Reply] = field(default_factory=list)
     # requests by how they ended: "answered", "left", "lost"; and "late", those that waited on this side
     requests: Counter[str] = field(default_factory=Counter)
-    # rewards by what became of them, bodies that no route takes, and what a route answered that it should not have
+    # rewards by what became of them, and what a route answered that it should not have
     routes: Counter[str] = field(default_factory=Counter)
     # what was lost or answered wrongly, in words
     told: list[str] = field(default_factory=list)
@@ -108,11 +93,11 @@ class Soak:
         self, server: Server, plan: Any, faults: Sequence[Fault], history: Path, report: Callable[[int, int], None]
     ) -> None:
         self._server, self._plan, self._faults, self._history, self._report = server, plan, faults, history, report
-        self._outcome, self._begin = Outcome(), 0.0
+        self._outcome, self._begin = Observations(), 0.0
         # rewards that are not reported yet
         self._due: list[dict[str, Any]] = []
 
-    def run(self) -> Outcome:
+    def run(self) -> Observations:
         asyncio.run(self._run())
         return self._outcome
 
@@ -128,9 +113,7 @@ class Soak:
             self._begin = time.monotonic()
             first = await self._sample(session)
             self._begin = time.monotonic()
-            acts = [self._watch(session)]
-            if self._plan.is_ours:
-                acts += [self._epochs(session), self._rewards(session), self._mistakes(session), self._inflict()]
+            acts = (self._watch(session), self._epochs(session), self._rewards(session), self._inflict())
             beside = [asyncio.create_task(act) for act in acts]
             try:
                 await self._requests(session)
@@ -163,10 +146,10 @@ class Soak:
                 task.cancel()
                 self._note_lost(f"still open {_DRAIN_S:g} s after the last request came")
 
-    async def _request(self, session: aiohttp.ClientSession, arrival: Arrival, room: asyncio.Semaphore) -> None:
+    async def _request(self, session: aiohttp.ClientSession, arrival: ClientRequest, room: asyncio.Semaphore) -> None:
         outcome = self._outcome
         try:
-            answer = await ask(session, arrival, self._plan.max_tokens, is_ours=self._plan.is_ours)
+            answer = await ask(session, arrival, self._plan.max_tokens)
         except Lost as error:
             self._note_lost(f"request {arrival.number} ({arrival.kind}): {error}")
             return
@@ -193,7 +176,7 @@ class Soak:
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with session.get("/metrics") as response:
                 counts = parse_counts(await response.text())
-        kept = await self._call(session.get(f"{_OURS}/history")) if self._plan.is_ours else None
+        kept = await self._call(session.get(f"{_OURS}/history"))
         return Sample(
             at_s=self._now,
             holdings=holdings(self._server.process.pid),
@@ -203,7 +186,6 @@ class Soak:
         )
 
     async def _epochs(self, session: aiohttp.ClientSession) -> None:
-        # the first one by name, so that a mistake's epoch 0 is always past
         epoch = 1
         while True:
             await self._call(session.post(f"{_OURS}/epoch", json={"epoch": epoch}))
@@ -217,23 +199,6 @@ class Soak:
             if due:
                 counts = await self._call(session.post(f"{_OURS}/rewards", json={"rewards": due}))
                 self._outcome.routes.update({f"rewards {kind}": count for kind, count in (counts or {}).items()})
-
-    async def _mistakes(self, session: aiohttp.ClientSession) -> None:
-        """Bodies of somebody who got the routes wrong."""
-        rng = random.Random(f"mistakes/{self._plan.seed}")
-        while True:
-            await asyncio.sleep(rng.expovariate(1.0 / self._plan.mistake_s))
-            path, body, statuses = rng.choice(MISTAKES)
-            try:
-                async with session.post(path, data=body, headers={"Content-Type": "application/json"}) as response:
-                    await response.read()
-                    status = response.status
-            except aiohttp.ClientError:
-                # a body that is not read to its end: the connection goes with it
-                status = 413 if 413 in statuses else 0
-            self._outcome.routes["mistakes"] += 1
-            if status not in statuses:
-                self._note_wrong_answer(f"{path} answered {body[:60]!r} with {status}, not {statuses}")
 
     async def _inflict(self) -> None:
         for fault in self._faults:

@@ -37,7 +37,7 @@ _HASTE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
+class ClientRequest:
     """One request."""
 
     number: int
@@ -60,16 +60,16 @@ class Arrival:
         values: dict[str, Any] = {"temperature": 1.0, "seed": self.seed, "max_tokens": max_tokens}
         return values | ({"structured_outputs": GRAMMARS[self.grammar]} if self.grammar >= 0 else {})
 
-    def body(self, max_tokens: int, *, is_ours: bool) -> dict[str, Any]:
+    def body(self, max_tokens: int) -> dict[str, Any]:
         """The body of `POST /v1/completions`; every other client names the problem, the server finds out the rest."""
         shared = {"model": NAME, "n": self.num_answers, "stream": True, "return_token_ids": True}
         values = {**shared, "prompt": prompt_text(self.problem.prompt), **self.sampling(max_tokens)}
-        if is_ours and self.number % 2 == 0:
+        if self.number % 2 == 0:
             values["vllm_xargs"] = {"spec_rollout": json.dumps({"problem_id": self.problem.problem_id})}
         return values
 
 
-def arrivals(plan: Any, checked: float) -> Iterator[Arrival]:
+def arrivals(plan: Any, checked: float) -> Iterator[ClientRequest]:
     """Endless arrivals of a Poisson process; each prefix is that of any longer run.
 
     Args:
@@ -90,7 +90,7 @@ def arrivals(plan: Any, checked: float) -> Iterator[Arrival]:
         # asked once, but for chance: the smallest ones may meet
         family, name = FAMILIES[number % len(FAMILIES)], f"once-{plan.seed}-{number}"
         once = make_problem(random.Random(f"soak/{plan.seed}/{number}"), family, name)
-        yield Arrival(
+        yield ClientRequest(
             number=number,
             at_s=at_s,
             kind=GRAMMAR if is_grammar else CHOICES if is_plural else PLAIN,
@@ -110,10 +110,10 @@ class Lost(Exception):
 
 
 @dataclass(slots=True)
-class Answer:
+class Reply:
     """What came back."""
 
-    arrival: Arrival
+    arrival: ClientRequest
     # the server's name for it
     request_id: str = ""
     prompt: list[int] = field(default_factory=list)
@@ -134,15 +134,15 @@ class Answer:
             self.ends[place] = choice.get("finish_reason") or self.ends[place]
 
 
-async def ask(session: aiohttp.ClientSession, arrival: Arrival, max_tokens: int, *, is_ours: bool) -> Answer | None:
+async def ask(session: aiohttp.ClientSession, arrival: ClientRequest, max_tokens: int) -> Reply | None:
     """The whole answer; None once the client has left, as planned.
 
     Raises:
         Lost: the server answered with an error, fell silent, or ended before every answer had.
     """
     many = arrival.num_answers
-    answer = Answer(arrival, tokens=[[] for _ in range(many)], texts=[""] * many, ends=[None] * many)
-    request = session.post("/v1/completions", json=arrival.body(max_tokens, is_ours=is_ours))
+    answer = Reply(arrival, tokens=[[] for _ in range(many)], texts=[""] * many, ends=[None] * many)
+    request = session.post("/v1/completions", json=arrival.body(max_tokens))
     if arrival.leaves_after == 0:
         # before a word came back: it waits, or its prompt is being computed
         with contextlib.suppress(TimeoutError):

@@ -18,21 +18,18 @@ from ..runner.scenario import EngineScenario, Session, command, flag
 from ..runner.server import serve
 from ..runner.ties import JUDGE
 from . import checks
-from .checks import Verdict, compare
-from .drive import MOST_TOLD, Outcome, Soak
+from .checks import Comparison, compare
+from .drive import MOST_TOLD, Observations, Soak
 from .faults import AWAY, FULL, KILL, STALL, Fault, plan
-
-OURS = "ours"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SoakScenario(EngineScenario):
-    """Drive a server for hours: arrivals, clients that leave, epochs, rewards, mistakes and faults."""
+    """Drive a server for hours: arrivals, clients that leave, epochs, rewards and faults."""
 
     bench: ClassVar[str] = "soak"
 
     hours: float = flag(0.5, "How long requests arrive.", within=(0.001, 1000))
-    server: str = flag(OURS, "`stock` drives vLLM without this project, to tell its own growth.", choices=(OURS, STOCK))
     model: Path | None = flag(None, "A model's folder; without it, the project's policy.", is_setting=False)
     spec_rollout: dict[str, Any] = flag({}, "Keys of the server's configuration beside `history.dir`.")
     faults: bool = flag(False, "Also inflict faults from outside: full disk, folder gone, stalls, drafters killed.")
@@ -50,7 +47,6 @@ class SoakScenario(EngineScenario):
         64, "MiB of the server's KV cache; small, so that all of it is in use soon.", within=(1, 1 << 20)
     )
     epoch_s: float = flag(60.0, "Seconds from one epoch to the next.", within=(1, 1000000))
-    mistake_s: float = flag(10.0, "Seconds, on average, between bodies that no route takes.", within=(0.1, 1000000))
     settle_s: float = flag(300.0, "Seconds after which nothing may grow.", within=(0, 1000000))
     growth: float = flag(0.02, "Share by which memory may grow after that.", within=(0, 10))
     disk_mib: float = flag(64.0, "Most MiB of the history's folder.", within=(0.1, 1 << 30))
@@ -59,17 +55,13 @@ class SoakScenario(EngineScenario):
     def duration_s(self) -> float:
         return self.hours * 3600.0
 
-    @property
-    def is_ours(self) -> bool:
-        return self.server == OURS
-
     def measure(self, session: Session) -> Found:
         folder, title = find_model(self.model, None, self.dtype, self.cache, session.display, is_policy=True)
         check_length(folder, self._length)
         history = session.scratch / "kept" / "history"
         history.parent.mkdir()
         faults = self._planned()
-        own = self._configuration(history) if self.is_ours else None
+        own = self._configuration(history)
         with serve(folder, self._flags(), own, is_verbose=self.verbose) as server:
             outcome = Soak(server, self, faults, history, session.display.counter("seconds")).run()
             is_alive = server.is_alive
@@ -118,12 +110,12 @@ class SoakScenario(EngineScenario):
         return max(5.0, self.duration_s / 720.0)
 
     def _planned(self) -> Sequence[Fault]:
-        if not (self.faults and self.is_ours):
+        if not self.faults:
             return ()
         has_drafter = self.spec_rollout.get("placement", "coupled") != "coupled"
         return plan(self.seed, self.duration_s, [FULL, AWAY, STALL, *([KILL] if has_drafter else [])])
 
-    def _compared(self, model: Path, outcome: Outcome, session: Session) -> Verdict:
+    def _compared(self, model: Path, outcome: Observations, session: Session) -> Comparison:
         report = session.display.steps(1)
         shape = {"seqs": self.seqs, "length": self._length, "width": 2 * self._length}
         with self.make_engines(model, report, environment=IN_ONE_PROCESS, **shape) as engines:
@@ -131,18 +123,17 @@ class SoakScenario(EngineScenario):
             counter = session.display.counter("answers compared")
             return compare(engines, outcome.kept, self.max_tokens, self.dtype, counter)
 
-    def _checks(self, outcome: Outcome, compared: Verdict, is_alive: bool) -> list[Row]:
+    def _checks(self, outcome: Observations, compared: Comparison, is_alive: bool) -> list[Row]:
         found = checks.memory(outcome.samples, self.settle_s, self.growth)
         found += checks.handles(outcome, self.settle_s)
-        found += [checks.disk(outcome.samples, self.disk_mib)] if self.is_ours else []
+        found.append(checks.disk(outcome.samples, self.disk_mib))
         found += checks.requests(outcome, is_alive)
-        found += checks.drafting(outcome) if self.is_ours else []
+        found += checks.drafting(outcome)
         found.append(checks.answers(compared))
         return found
 
     def title(self, found: Found) -> str:
-        server = "a server with drafts" if self.is_ours else "a stock server"
-        return f"{found.model}, {self.dtype}, {server}, {self.hours:g} hours"
+        return f"{found.model}, {self.dtype}, {self.hours:g} hours"
 
     def told(self, found: Found) -> Iterable[Table | str]:
         return [Table(found.rows, SOAK), *found.extra["told"]]

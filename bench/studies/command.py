@@ -20,7 +20,6 @@ from vllm_specrollout.errors import ConfigError, SpecRolloutError
 
 STUDIES: dict[str, tuple[type[Inputs], Callable[[Any, int], StudyReport]]] = {
     "tlt-table-4": (tlt.Table4Inputs, tlt.run_table_4),
-    "tlt-cycles": (tlt.CyclesInputs, tlt.run_cycles),
     "specactor": (specactor.SpecActorInputs, specactor.run),
     "rhymerl": (rhymerl.RhymeRLInputs, rhymerl.run),
     "fastgrpo": (fastgrpo.FastGrpoInputs, fastgrpo.run),
@@ -35,7 +34,6 @@ def bench_study(
     seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 0,
     inputs: Annotated[Path | None, typer.Option(help="A TOML file of inputs that are to differ.")] = None,
     out: Annotated[Path | None, typer.Option(help="Also write inputs and results to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Also draw a picture (needs matplotlib).")] = None,
 ) -> None:
     """Simulate a published experiment event by event: our figures beside the paper's."""
     console = Console(markup=False, highlight=False)
@@ -47,12 +45,6 @@ def bench_study(
         raise ConfigError("no STUDY was named", f"choose from: {', '.join(STUDIES)}")
     flags.in_range(seed, "--seed", 0, 2**32 - 1)
     flags.check_writable(out, "--out")
-    flags.check_writable(plot, "--plot")
-    if plot is not None:
-        # before anything is simulated
-        from vllm_specrollout.bench.runner.plots import check_matplotlib
-
-        check_matplotlib()
     given = read_inputs(study, inputs)
     report = _run(study, given, seed, inputs)
     values = msgspec.to_builtins(given)
@@ -63,9 +55,6 @@ def bench_study(
         body = {"study": study, "seed": seed, "inputs": values, **msgspec.to_builtins(report)}
         out.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
         console.print(f"wrote {out}")
-    if plot is not None:
-        _draw(report, plot)
-        console.print(f"wrote {plot}")
 
 
 def read_inputs(study: str, path: Path | None = None) -> Inputs:
@@ -120,19 +109,3 @@ def _table(result: ResultTable) -> Table:
     for row in result.rows:
         table.add_row(*(f"{cell:g}" if isinstance(cell, float) else cell for cell in row))
     return table
-
-
-def _draw(report: StudyReport, path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.2), layout="constrained")
-    axes = figure.subplots()
-    for curve in report.curves:
-        (line,) = axes.plot(curve.x, curve.y, label=curve.label, linewidth=1.5)
-        if curve.printed:
-            axes.plot(curve.x, curve.printed, "o", color=line.get_color(), markersize=4)
-    axes.set(xlabel=report.axes[0], ylabel=report.axes[1], title=report.title)
-    axes.spines[["top", "right"]].set_visible(False)
-    if report.curves:
-        axes.legend(frameon=False, fontsize="small")
-    figure.savefig(path, dpi=150)

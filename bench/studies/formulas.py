@@ -1,4 +1,4 @@
-"""Milliseconds of a forward pass; and the formulas that no engine plans by: the others are in cluster/rates.py."""
+"""Milliseconds of a forward pass, and the windows that the formulas of cluster/rates.py choose by them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_specrollout.cluster.rates import MOST, Time
+from vllm_specrollout.cluster.rates import Time
 from vllm_specrollout.errors import ConfigError
 
 MAX_WINDOW = 16
@@ -69,33 +69,3 @@ Rate = Callable[[Time, Time, int, int, float], float]
 def best_window(rate: Rate, p: float, batch: int, verifier: Time, drafter: Time) -> int:
     """The window with most tokens per ms, the shortest of several."""
     return max(range(1, MAX_WINDOW + 1), key=lambda window: rate(drafter, verifier, batch, window, p))
-
-
-def exact_rate(draft: Time, verify: Time, batch: int, window: int, p: float) -> float:
-    """SpecActor's periods, section 4.1, by renewal: a window with a miss lasts two, as the drafter begins anew."""
-    return tokens_per_window(p, window) / max(window * draft.ms(batch), verify.ms(batch, window - 1))
-
-
-def tokens_per_window(match_rate: float, window: int) -> float:
-    """Tokens per period of a verifier that waits for windows, where drafting one takes as long as verifying it.
-
-    A window of matches takes one period. Any other takes two, since what was drafted meanwhile is lost.
-    """
-    p, whole = min(match_rate, MOST), min(match_rate, MOST) ** window
-    return (1.0 - whole) / (1.0 - p) / (2.0 - whole)
-
-
-def printed_tokens_per_window(match_rate: float, window: int) -> float:
-    """tau_w as SpecActor prints it: sum p^a (1 - p) (a + 1) / 2 + w p^w.
-
-    It averages tokens per period over windows. But a partly accepted window lasts two periods, so it counts twice in
-    time. The printed value is 17 to 26 % above the exact one for usual p and w, and never below it.
-    """
-    p, whole = min(match_rate, MOST), min(match_rate, MOST) ** window
-    return 0.5 * (1.0 - whole) / (1.0 - p) + 0.5 * window * whole
-
-
-def printed_rate(draft: Time, verify: Time, batch: int, window: int, match_rate: float) -> float:
-    """TGS as SpecActor prints it: its tau_w in a period of max(w D, V)."""
-    period = max(window * draft.ms(batch), verify.ms(batch, window - 1))
-    return printed_tokens_per_window(match_rate, window) / period

@@ -1,4 +1,4 @@
-"""A study's outcome: tables of ours beside theirs, single figures, plain statements, and curves for a picture."""
+"""A study's outcome: tables of ours beside theirs, single figures, plain statements."""
 
 from __future__ import annotations
 
@@ -25,16 +25,6 @@ class ResultTable(msgspec.Struct, frozen=True):
     rows: tuple[tuple[Cell, ...], ...]
 
 
-class Curve(msgspec.Struct, frozen=True):
-    """One line of the study's picture."""
-
-    label: str
-    x: tuple[float, ...]
-    y: tuple[float, ...]
-    # in the same colour, as points
-    printed: tuple[float, ...] = ()
-
-
 class StudyReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a study hands back."""
 
@@ -44,9 +34,6 @@ class StudyReport(msgspec.Struct, frozen=True, kw_only=True):
     figures: dict[str, float]
     # one sentence each: what was fitted, what is predicted, what the printed model does not yield
     findings: tuple[str, ...]
-    curves: tuple[Curve, ...] = ()
-    # what stands along the axes of the picture
-    axes: tuple[str, str] = ("", "")
 
 
 def error_of(ours: float, theirs: float) -> str:

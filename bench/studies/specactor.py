@@ -2,8 +2,7 @@
 
 Every arm runs the same answers with the same acceptances, on the simulator of whole clusters. Windows follow the batch,
 so the paper's decoupling and its reconfiguration are one arm; its races are the product's lending. Beside it, what the
-product's own planner would do with these GPUs, and a scan of what the printed model would need for decoupling to win
-1.3x at batch 256.
+product's own planner would do with these GPUs.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from dataclasses import replace
 import numpy as np
 from vllm_specrollout.bench.studies.answers import AnswersInputs, Workload, draw_answers
 from vllm_specrollout.bench.studies.cluster import Outcome, Site, simulate
-from vllm_specrollout.bench.studies.formulas import MAX_WINDOW, Rate, StepLine, exact_rate, printed_rate
-from vllm_specrollout.bench.studies.report import Cell, Curve, Number, ResultTable, Share, StudyReport
+from vllm_specrollout.bench.studies.formulas import MAX_WINDOW, StepLine
+from vllm_specrollout.bench.studies.report import Cell, Number, ResultTable, Share, StudyReport
 
 from vllm_specrollout.cluster.planner import Plan, plan_devices
 from vllm_specrollout.cluster.profiles import DrafterProfile
-from vllm_specrollout.cluster.rates import AffineTime, coupled_rate, decoupled_rate, plain_rate
+from vllm_specrollout.cluster.rates import AffineTime
 
 ARMS = {
     "plain": ("", 1.0),
@@ -30,13 +29,6 @@ ARMS = {
     "ladder": ("decoupled", 0.833),
 }
 """In the order of the table: the arm that each is held against, and the printed ratio of their times (section 5.4)."""
-READINGS: dict[str, Rate] = {"paper": printed_rate, "exact": exact_rate, "plain meanwhile": decoupled_rate}
-"""Of decoupled speed: tau as printed, by renewal, and with a verifier that decodes plainly what has no window."""
-_SCANNED = 256  # requests
-# per row beyond the knee, over the base divided by 256: 1 doubles the step at 256 further rows
-_ROWS = (0.0, 0.1, 0.3, 1.0, 3.0)
-# a drafted token at that batch, over the verifier's base; and acceptances
-_DRAFTS, _ACCEPTANCES = (0.05, 0.15, 0.3, 0.6, 1.0), (0.6, 0.7, 0.8, 0.9)
 
 
 class SpecActorInputs(AnswersInputs):
@@ -139,7 +131,7 @@ def run_arms(inputs: SpecActorInputs, seed: int) -> dict[str, Outcome]:
 def run(inputs: SpecActorInputs, seed: int) -> StudyReport:
     """SpecActor, section 5.4: what each technique adds to a rollout on 256 GPUs.
 
-    All arms in several rollouts, and the scan for what the printed model would need.
+    All arms in several rollouts.
     """
     rollouts = [run_arms(inputs, seed + number) for number in range(int(inputs.rollouts))]
     arms, known = {name: [outcomes[name] for outcomes in rollouts] for name in ARMS}, sites(inputs)
@@ -149,8 +141,6 @@ def run(inputs: SpecActorInputs, seed: int) -> StudyReport:
     busy = [one.running(np.linspace(0.0, one.makespan_ms, 200)) >= 64 * known["plain"].engines for one in arms["plain"]]
     figures["plain share with 64 running"] = float(np.mean(busy))
     chosen = plans(inputs, draw_workload(inputs, seed))
-    scanned, gains = scan(inputs)
-    times = {name: np.linspace(0.0, own[0].makespan_ms, 200) for name, own in arms.items()}
     columns = ("arm", "groups", "s", "ours", "paper", "faster in", "of plain", "idle", "lent")
     return StudyReport(
         title="SpecActor, section 5.4: ablation on DAPO-32B-20K, Qwen2.5-32B, 256 Hopper GPUs, TP 4",
@@ -161,17 +151,9 @@ def run(inputs: SpecActorInputs, seed: int) -> StudyReport:
                 tuple(_row(name, known[name], arms, figures) for name in ARMS),
             ),
             _planned(chosen),
-            scanned,
         ),
-        figures=figures
-        | gains
-        | {f"planned {one.mode.value} tokens/s": one.total_tokens_per_s for one in chosen[::-1]},
+        figures=figures | {f"planned {one.mode.value} tokens/s": one.total_tokens_per_s for one in chosen[::-1]},
         findings=tuple(_findings(figures)),
-        curves=tuple(
-            Curve(name, tuple((own / 1e3).tolist()), tuple(arms[name][0].running(own).tolist()))
-            for name, own in times.items()
-        ),
-        axes=("seconds of the first rollout", "requests that run"),
     )
 
 
@@ -208,34 +190,3 @@ def _findings(figures: dict[str, float]) -> Iterator[str]:
         f"Disaggregation does not come out at {ARMS['disaggregated'][1] - 1:+.1%} of plain but at"
         f" {apart / plain - 1:+.1%}; against vanilla it is {apart / vanilla - 1:+.1%}."
     )
-
-
-def gain(reading: Rate, p: float, verifier: StepLine, drafter: StepLine) -> float:
-    """Decoupled over the better of coupled and plain, each with its best window, on the same GPUs.
-
-    Groups of 4 + 1 stand against groups of 4, so they have 1.25 times the batch.
-    """
-    windows = range(1, MAX_WINDOW + 1)
-    ahead = max(reading(drafter, verifier, _SCANNED * 5 // 4, window, p) for window in windows)
-    coupled = max(coupled_rate(drafter, verifier, _SCANNED, window, p) for window in windows)
-    return ahead / max(coupled, plain_rate(verifier, _SCANNED))
-
-
-def scan(inputs: SpecActorInputs) -> tuple[ResultTable, dict[str, float]]:
-    """The best gain of each reading by cost of rows, and where it is found."""
-    base, best = inputs.base_ms, dict.fromkeys(READINGS, 0.0)
-    rows = []
-    for row in _ROWS:
-        row_ms = row * base / _SCANNED
-        verifier = StepLine(base=base, request=inputs.request_ms, steep=row_ms, knee=inputs.knee_rows)
-        cells = [f"{row:g}", f"{row_ms:.3f}"]
-        for name, reading in READINGS.items():
-            cases = [(draft * base, p) for draft, p in itertools.product(_DRAFTS, _ACCEPTANCES)]
-            found = {(ms, p): gain(reading, p, verifier, StepLine(base=ms)) for ms, p in cases}
-            draft_ms, p = at = max(found, key=found.__getitem__)
-            best[name] = max(best[name], found[at])
-            cells.append(f"{found[at]:.2f}x at D {draft_ms:.1f} ms, p {p:g}")
-        rows.append(tuple(cells))
-    title = f"decoupled over the better of coupled and plain at batch {_SCANNED}: the best over D and p"
-    table = ResultTable(title, ("row cost of 256 rows / base", "ms per row", *READINGS), tuple(rows))
-    return table, {f"best gain, {name}": value for name, value in best.items()}

@@ -1,12 +1,10 @@
-"""TLT: Table 4 by batch and tokens to verify, Tables 7 and 8 by one cycle time per drafter."""
+"""TLT: Table 4 by batch and tokens to verify."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 from vllm_specrollout.bench.studies.formulas import StepLine
-from vllm_specrollout.bench.studies.report import Cell, Curve, Inputs, Number, ResultTable, StudyReport, error_of
+from vllm_specrollout.bench.studies.report import Cell, Inputs, Number, ResultTable, StudyReport, error_of
 
 BATCHES, TOKENS = (1, 2, 4, 8, 16, 32), (16, 32, 48, 64)
 """Rows and columns of Table 4."""
@@ -21,13 +19,6 @@ PRINTED = (
 FITTED = np.asarray([[b in (1, 4) or (b == 32 and n in (16, 64)) for n in TOKENS] for b in BATCHES])
 """Cells that the free inputs were fitted to, by least squares of the logarithms. Batch 1 shows the accept lengths,
 batch 4 where the best column turns, and the ends of batch 32 what rows and requests cost."""
-CYCLES = {
-    "EAGLE": ("eagle_cycle_ms", ((6.53, 542.12), (6.77, 562.04), (1.57, 130.34))),
-    "Qwen2.5-0.5B": ("small_model_cycle_ms", ((6.68, 408.51), (6.89, 421.35), (5.95, 363.87))),
-    "HASS": ("hass_cycle_ms", ((6.67, 553.91),)),
-    "EAGLE-3": ("eagle3_cycle_ms", ((6.83, 617.42),)),
-}
-"""Drafter -> its input, and printed rows of accept length and tokens per second: trained, with OSD, original."""
 
 
 class Table4Inputs(Inputs):
@@ -48,16 +39,6 @@ class Table4Inputs(Inputs):
     row_beyond_knee: Number = 0.00603
     draft_request: Number = 0.13667
     accept_length: tuple[Number, Number, Number, Number] = (6.554, 7.198, 7.666, 7.867)
-
-
-class CyclesInputs(Inputs):
-    """Milliseconds, derived: a plain step from Table 7's row Base, 1000 / 242.11; cycles from drafters' first rows."""
-
-    plain_ms: Number = 4.1304
-    eagle_cycle_ms: Number = 12.0453
-    small_model_cycle_ms: Number = 16.3521
-    hass_cycle_ms: Number = 12.0416
-    eagle3_cycle_ms: Number = 11.0622
 
 
 def speed_up(inputs: Table4Inputs, batch: int, accept_length: float, tokens: int) -> float:
@@ -121,50 +102,4 @@ def run_table_4(inputs: Table4Inputs, seed: int) -> StudyReport:
                 if first / second < 1.005
             ),
         ),
-        curves=tuple(
-            Curve(f"batch {batch}", TOKENS, tuple(own), theirs)
-            for batch, own, theirs in zip(BATCHES, ours.tolist(), PRINTED, strict=True)
-        ),
-        axes=("tokens to verify", "speed-up over plain decoding"),
     )
-
-
-def run_cycles(inputs: CyclesInputs, seed: int) -> StudyReport:
-    """TLT, Tables 7 and 8: throughput from the accept length and one cycle time per drafter.
-
-    At batch 1 a drafter's cycle takes the same time whatever is accepted in it; nothing is drawn. A cycle drafts and
-    verifies once and yields `accept length` tokens, so throughput = accept length / cycle. One row per drafter gives
-    its cycle time; the drafter's other rows are predicted.
-    """
-    cycle_ms = {name: float(getattr(inputs, given)) for name, (given, _) in CYCLES.items()}
-    drafting = {name: ms - inputs.plain_ms for name, ms in cycle_ms.items()}
-    beyond = ", ".join(f"{name} {ms:.1f} ms" for name, ms in drafting.items())
-    worst = max(
-        abs(cycle_ms[name] * printed / (1e3 * length) - 1.0)
-        for name, (_, rows) in CYCLES.items()
-        for length, printed in rows
-    )
-    columns = ("drafter", "accept length", "cycle ms", "paper's ms", "tokens/s", "paper", "error", "speed-up", "row")
-    return StudyReport(
-        title="TLT, Tables 7 and 8: Qwen2.5-7B, TP 2, batch 1, H100",
-        tables=(ResultTable("Qwen2.5-7B, TP 2, batch 1", columns, tuple(_cycle_rows(cycle_ms, inputs.plain_ms))),),
-        figures={
-            "plain_ms": inputs.plain_ms,
-            **{f"{name} drafting ms": ms for name, ms in drafting.items()},
-            "worst cycle error": worst,
-        },
-        findings=(
-            "One row per drafter gave its cycle time; EAGLE's and the 0.5B model's other rows are predicted.",
-            "HASS and EAGLE-3 are printed once, so their rows predict nothing.",
-            f"Beyond a plain step of {inputs.plain_ms:.2f} ms a cycle takes: {beyond}.",
-        ),
-    )
-
-
-def _cycle_rows(cycle_ms: dict[str, float], plain_ms: float) -> Iterator[tuple[Cell, ...]]:
-    for name, (_, rows) in CYCLES.items():
-        for number, (length, printed) in enumerate(rows):
-            ours = 1e3 * length / cycle_ms[name]
-            speeds = f"{ours:.2f}", f"{printed:.2f}", error_of(ours, printed), f"{ours * plain_ms / 1e3:.2f}x"
-            times = f"{cycle_ms[name]:.2f}", f"{1e3 * length / printed:.2f}"
-            yield name, length, *times, *speeds, "predicted" if number else "given"

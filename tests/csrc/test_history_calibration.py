@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from vllm_specrollout.bench.grpo.trace import read_rollouts
-from vllm_specrollout.bench.index.data import Epoch, Problem, recorded
+from vllm_specrollout.bench.index.data import Epoch, RecordedProblem, recorded
 
 from vllm_specrollout import _core
-from vllm_specrollout.config.drafters import HistoryConfig
+from vllm_specrollout.config.drafters import MAX_MATCHES, HistoryConfig
 from vllm_specrollout.history.index_cache import weight_of
 
 # the first half of the problems, one epoch earlier, is what DOUBT in tests/reference/history.py was fitted on
@@ -22,8 +22,8 @@ LEAST = 500
 GRPO = Path(__file__).parents[1] / "traces" / "grpo"
 
 
-def build(problem: Problem, c: HistoryConfig) -> _core.HistoryIndex:
-    index = _core.HistoryIndex(min_match=c.min_match, max_match=c.max_match, max_matches=c.max_matches)
+def build(problem: RecordedProblem, c: HistoryConfig) -> _core.HistoryIndex:
+    index = _core.HistoryIndex(min_match=c.min_match, max_match=c.max_match, max_matches=MAX_MATCHES)
     index.set_prompt(problem.prompt)
     for number, epoch in enumerate(problem.past):
         for answer, reward in zip(epoch.answers, epoch.rewards, strict=True):
@@ -45,7 +45,9 @@ def walk(tokens: list[int], parents: list[int], answer: list[int]) -> list[tuple
     return judged
 
 
-def replay(problem: Problem, config: HistoryConfig, nodes: int, is_chain: bool) -> tuple[list[tuple[float, bool]], int]:
+def replay(
+    problem: RecordedProblem, config: HistoryConfig, nodes: int, is_chain: bool
+) -> tuple[list[tuple[float, bool]], int]:
     """(predicted, accepted) of the judged nodes, and the number of steps; the siblings run side by side."""
     index = build(problem, config)
     running = [(index.open(PRESENT), answer.tolist()) for answer in problem.present.answers]
@@ -102,7 +104,7 @@ def test_predictions_hold_from_epoch_to_epoch_while_a_policy_is_trained() -> Non
         ]
         prompt = np.asarray(of_problem[0][0]["prompt_token_ids"], np.int32)
         for now in range(PRESENT, len(epochs)):
-            problem = Problem(prompt, tuple(epochs[now - PRESENT : now + 1]))
+            problem = RecordedProblem(prompt, tuple(epochs[now - PRESENT : now + 1]))
             judged += replay(problem, HistoryConfig(), 32, False)[0]
     assert tenths_that_agree(np.asarray(judged)) == 10
 

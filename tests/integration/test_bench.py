@@ -74,35 +74,13 @@ def test_off_path_nothing_is_drafted_in_both_states_of_the_plugin(measured):
         assert (row["ideal"], row["nodes_per_step"]) == (1.0, 0.0)
 
 
-def test_a_rollout_is_drawn_and_explains_its_slowest_requests(measured, tmp_path):
-    picture = tmp_path / "picture.png"
+def test_a_rollout_tells_its_rewards_and_samples(measured):
     flags = ["--prompts", 3, "--samples", 2, "--batch", 4, "--max-tokens", 48, "--budget", "fixed"]
-    flags += ["--max-draft-tokens", 4, "--explain", "--explain-requests", 6, "--plot", picture, "--show-samples", 2]
-    body, output = measured(bench_rollout, *flags)
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    flags += ["--max-draft-tokens", 4, "--show-samples", 2]
+    body, _ = measured(bench_rollout, *flags)
     (row,) = body["rows"]
     assert row["num_requests"] == 6
     assert 0.0 <= body["mean_reward"] <= 1.0 and len(body["samples"]) == 2
-    check_explained(body["explained"], row, output)
-
-
-def check_explained(explained, row, output):
-    """Six requests of six: all that was drafted and yielded is told, and nothing else."""
-    assert sum(one["num_tokens"] for one in explained) == row["output_tokens"]
-    steps = nodes = 0
-    for one in explained:
-        stretches = one["stretches"]
-        assert (stretches[0]["first"], stretches[-1]["end"]) == (0, one["num_tokens"])
-        assert all(a["end"] == b["first"] for a, b in zip(stretches, stretches[1:], strict=False))
-        assert 0.0 <= stretches[0]["begin_ms"] < stretches[-1]["end_ms"] <= one["finish_s"] * 1e3 + 1e3
-        known = {"prompt", "fixed", "nothing proposed", "off: nothing to draft", "left out"}
-        assert known >= {name for s in stretches for name in s["reasons"]}
-        steps += sum(sum(s["reasons"].values()) - s["reasons"].get("prompt", 0) for s in stretches)
-        nodes += sum(s["nodes"] for s in stretches)
-    assert nodes / steps == pytest.approx(row["nodes_per_step"])
-    finished = [one["finish_s"] for one in explained]
-    assert finished == sorted(finished, reverse=True)
-    assert "slowest 1: " in output and "slowest 6: " in output
 
 
 @pytest.mark.nightly
@@ -155,7 +133,7 @@ def test_an_engine_that_cannot_start_says_why(model):
 def test_a_soaked_server_loses_nothing_and_answers_as_stock(tmp_path):
     app, report = typer.Typer(), tmp_path / "report.json"
     app.command()(bench_soak)
-    flags = ["--hours", 0.002, "--rate", 6, "--max-tokens", 40, "--epoch-s", 2, "--mistake-s", 0.5, "--settle-s", 1]
+    flags = ["--hours", 0.002, "--rate", 6, "--max-tokens", 40, "--epoch-s", 2, "--settle-s", 1]
     shares = ["--choices", 0.2, "--grammar", 0.2, "--leaving", 0.2, "--checked", 20]
     arguments = [*flags, *shares, "--dtype", "float32", "--out", report]
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
@@ -165,5 +143,5 @@ def test_a_soaked_server_loses_nothing_and_answers_as_stock(tmp_path):
     assert rows["requests answered"]["value"] > 10 and rows["requests left"]["value"] > 0
     assert rows["answers that are not stock's"]["identical"] and body["compared"]["tokens"] > 100
     assert rows["drafted"]["value"] > rows["accepted"]["value"] > 0
-    assert rows["bodies that no route takes"]["value"] > 0 and rows["rewards matched"]["value"] > 0
+    assert rows["rewards matched"]["value"] > 0
     assert {"front end", "engine core"} <= set(body["samples"][0]["holdings"])

@@ -29,12 +29,14 @@ class Hour:
     """Starts in one folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.out, self.work = folder / "out", folder / "work"
+        self.out = folder / "out"
+        self._environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "triton")}
 
     def start(self) -> subprocess.Popen[str]:
         command = [ROOT / "bench/gpu/first_hour.sh", "--dry", "--arms", "tree", "--deadline", "0"]
         return subprocess.Popen(
-            [*map(str, command), "--out", str(self.out), "--work", str(self.work)],
+            [*map(str, command), "--out", str(self.out)],
+            env=self._environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -45,10 +47,10 @@ class Hour:
         return {one["key"]: one for one in json.loads((self.out / FILE).read_text())["runs"]}
 
     def alive(self) -> list[int]:
-        """The walk's processes, whatever their group: its caches lie in this folder."""
+        """The walk's processes, whatever their group: its kernels lie in a folder of its own."""
         found = []
         for process in psutil.process_iter(["environ"]):
-            if str(self.work) in (process.info["environ"] or {}).get("TRITON_CACHE_DIR", ""):
+            if (process.info["environ"] or {}).get("TRITON_CACHE_DIR") == self._environment["TRITON_CACHE_DIR"]:
                 found.append(process.pid)
         return found
 

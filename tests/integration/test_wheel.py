@@ -18,7 +18,7 @@ SOURCES = ("vllm_specrollout", "kernels", "patches", "bench", "csrc")
 MAPPED = ("kernels", "patches", "bench")
 # for readers, and for a machine that has the checkout
 UNREAD = (".md", ".sh", ".so")
-RECIPE = ("__main__", "habit", "train")
+RECIPE = ("__main__", "train")
 CHECKOUT_ONLY = ("bench/soak/", "bench/studies/", *(f"bench/policy/{name}.py" for name in RECIPE))
 # the others are parts of these
 EXAMPLES = [path for path in sorted(ROOT.glob("examples/*/*.py")) if "__main__" in path.read_text(encoding="utf-8")]

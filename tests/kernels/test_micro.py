@@ -6,7 +6,7 @@ import pytest
 
 from bench.gpu import micro
 from bench.gpu.commands import MICRO
-from bench.kernels.timing import Time
+from bench.kernels.timing import CallTime
 
 
 class Watch:
@@ -17,7 +17,7 @@ class Watch:
     def time(self, calls):
         for call in calls:
             call()
-        return Time.of([1.0, 2.0, 3.0])
+        return CallTime.of([1.0, 2.0, 3.0])
 
 
 @pytest.fixture

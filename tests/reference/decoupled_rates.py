@@ -34,24 +34,6 @@ def coupled(
     return tokens / now
 
 
-def waiting(draft: AffineTime, verify: AffineTime, batch: int, w: int, p: float, *, rounds: int, seed: int) -> float:
-    """The verifier takes a window when it is there; the drafter is one window ahead at most."""
-    rng = random.Random(seed)
-    drafting, verifying = w * draft.ms(batch), verify.ms(batch, w - 1)
-    tokens, now, there = 0, 0.0, drafting
-    for _ in range(rounds):
-        begin = max(now, there)
-        now = begin + verifying
-        for _ in range(w):
-            tokens += 1
-            if rng.random() >= p:
-                there = now + drafting  # what was drafted meanwhile is lost
-                break
-        else:
-            there = begin + drafting
-    return tokens / now
-
-
 @dataclass
 class Request:
     """What is drafted for it, and where it stands since its last miss; `at` is when its present token was begun."""

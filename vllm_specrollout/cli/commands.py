@@ -22,6 +22,7 @@ BENCHES = {
     "engine": ("scenarios.decode", "Decode with and without drafts in one run."),
     "rollout": ("scenarios.rollout", "A rollout of the small policy's tasks."),
     "grpo": ("scenarios.grpo", "RL of the small policy, epoch after epoch."),
+    "learn": ("scenarios.learn", "Heads that learn in their engines while the policy moves."),
     "index": ("index.command", "The history index beside arctic-inference's."),
     "sweep": ("scenarios.sweep", "Batches and accuracies: auto, fixed, stock."),
     "curves": ("scenarios.curves", "Recorded answers at growing batches, on a model of any size."),
@@ -193,7 +194,7 @@ def _import_bench(name: str, module: str) -> Any:
             ) from None
         raise UnsupportedError(
             f"`specrollout bench {name}` needs `{error.name}`, which is not installed",
-            'run `pip install -e ".[cpu,bench]"` in the checkout',
+            'run `pip install -e ".[cpu]"` in the checkout',
         ) from None
 
 

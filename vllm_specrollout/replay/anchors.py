@@ -21,7 +21,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-from vllm_specrollout.budgets.step_cost import Load
+from vllm_specrollout.types import StepTiming
 
 Knots = tuple[tuple[float, float], ...]
 """(x, ms): straight lines between them, and the ends' values beyond."""
@@ -45,12 +45,16 @@ class RealSteps:
             return _at(self.plain, batch)
         return _at(self.drafted, batch) + _at(self.rows, batch * (1.0 + drafts))
 
-    def step_ms(self, load: Load) -> float:
+    def step_ms(self, step: StepTiming, prompt_rows: int = 0, asked: int = 0) -> float:
         """Of a replayed step."""
-        prompts = self.prompt_row * load.prompt_rows
-        if load.nodes and load.prompt_rows:
+        prompts = self.prompt_row * prompt_rows
+        if step.nodes and prompt_rows:
             prompts += self.prompt_ms
-        return self.ms(load.batch, load.nodes / load.batch) + prompts
+        return self.ms(step.batch, step.nodes / step.batch) + prompts
+
+    def ask_ms(self, asked: int) -> float:
+        """The figures have it in them."""
+        return 0.0
 
 
 def _at(knots: Knots, x: float) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from vllm_specrollout.budgets.base import Budget
-from vllm_specrollout.budgets.step_cost import CostLine, Load, load_of
+from vllm_specrollout.budgets.step_cost import CostLine
 from vllm_specrollout.drafters.base import Drafter
 from vllm_specrollout.observe.guard import Guard
 from vllm_specrollout.replay.cost import Cost, cost_of
@@ -90,11 +90,7 @@ class AskingClock:
         """Drafters are asked for so many requests: all of them at the price of one call, which is how it is timed."""
         if not self.asked:
             self.asked = num_requests
-            self._ms += self.of(Load(batch=num_requests, asked=num_requests))
-
-    def of(self, load: Load) -> float:
-        """What of a step's time asking takes."""
-        return self._cost.step_ms(load) - self._cost.step_ms(replace(load, asked=0)) if load.asked else 0.0
+            self._ms += self._cost.ask_ms(num_requests)
 
 
 class Replay:
@@ -213,9 +209,9 @@ class Replay:
             if self._late is not None:
                 self._speculator.timed(self._late)
             self._draft(running)
-        load = replace(load_of(timing), prompt_rows=sum(prompt_rows.values()), asked=self._asking.asked)
-        step_ms = self._cost.step_ms(load)
-        self._late = replace(timing, step_ms=step_ms, ask_ms=self._asking.of(load))
+        asked = self._asking.asked
+        step_ms = self._cost.step_ms(timing, sum(prompt_rows.values()), asked)
+        self._late = replace(timing, step_ms=step_ms, ask_ms=self._cost.ask_ms(asked))
         self._now_ms += step_ms
         self._step_ms.append(step_ms)
         self._nodes.append(timing.nodes)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.runner import ties
-from bench.runner.ties import JUDGE, Candidates
+from bench.runner.ties import JUDGE, TieCandidates
 from tests.e2e.identity.cases import Case
 
 __all__ = ["JUDGE", "Judge", "gap", "judged"]
@@ -73,7 +73,7 @@ def gap(judge: Judge, case: Case, prefix: list[int], stock_token: int, our_token
 
 def _candidates(
     judge: Judge, case: Case, prefix: list[int], stock_token: int, our_token: int, answer: int
-) -> tuple[Candidates, int | None, tuple[float, float]] | None:
+) -> tuple[TieCandidates, int | None, tuple[float, float]] | None:
     """Both, as stock sees them, the seed of their noise, and the least and the highest logit that no mask cut.
 
     None where stock does not repeat itself.
@@ -83,7 +83,7 @@ def _candidates(
         if list(output.token_ids[: len(prefix)]) != prefix or len(output.logprobs) == len(prefix):
             continue
         row = output.logprobs[len(prefix)]
-        candidates = Candidates(
+        candidates = TieCandidates(
             stock=stock_token,
             ours=our_token,
             stock_logit=row[stock_token].logprob,

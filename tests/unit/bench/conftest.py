@@ -15,7 +15,7 @@ def make_run():
             token_ids=tuple(map(tuple, token_ids)),
             finish_s=tuple(finish_s or [step_s[-1]] * len(token_ids)),
             step_s=tuple(step_s),
-            totals=WorkerTotals(**{**zeros, "by_rows": {}, **totals}) if totals else None,
+            totals=WorkerTotals(**{**zeros, **totals}) if totals else None,
         )
 
     return make

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from bench.replay.synthetic import Plan, make_trace
+from bench.replay.synthetic import TracePlan, make_trace
 from tests.unit.budgets.builders import batch, chains, record, step
 from tests.unit.replay import gate
 from vllm_specrollout.budgets.fixed import FixedBudget, OffBudget
@@ -34,7 +34,7 @@ def plainly(ms: float) -> StepRecord:
     return record(empty_trees([f"r{i}" for i in range(8)]), [0] * 8, step(8, 0, ms))
 
 
-def run(plan: Plan, budget: GoodputBudget | FixedBudget | OffBudget | None = None) -> Result:
+def run(plan: TracePlan, budget: GoodputBudget | FixedBudget | OffBudget | None = None) -> Result:
     trace = make_trace(plan)
     return replay(trace, budget or GoodputBudget(trace.header.max_draft_tokens, trace.header.max_depth))
 
@@ -130,7 +130,7 @@ def test_after_thousands_of_weight_updates_what_was_never_drafted_is_taken_at_it
 
 
 def test_the_same_steps_give_the_same_plans() -> None:
-    plan = Plan(requests=12, batch=4, median=30, sibling=0.3, seed=3)
+    plan = TracePlan(requests=12, batch=4, median=30, sibling=0.3, seed=3)
     assert run(plan) == run(plan)
 
 
@@ -144,7 +144,7 @@ def test_on_a_gpus_line_auto_is_as_fast_as_the_best_fixed_width() -> None:
 
 @pytest.mark.parametrize("line", [gate.CPU, gate.GPU, gate.EAGER, gate.KNEE], ids=["cpu", "gpu", "eager", "knee"])
 def test_a_useless_drafter_costs_at_most_three_percent(line: CostLine) -> None:
-    plan = Plan(requests=24, batch=12, median=150, spread=0.3, acceptance=(0.01,) * 8, told=0.05, cost=line)
+    plan = TracePlan(requests=24, batch=12, median=150, spread=0.3, acceptance=(0.01,) * 8, told=0.05, cost=line)
     assert run(plan).makespan_ms <= 1.03 * run(plan, OffBudget()).makespan_ms
 
 
@@ -159,7 +159,7 @@ def test_auto_is_never_much_slower_than_plain_decoding_on_any_line(seed: int) ->
         ask=float(rng.uniform(0.0, 0.3)),
         prompt_row=node,
     )
-    plan = Plan(
+    plan = TracePlan(
         requests=32,
         batch=int(rng.choice([4, 8, 16])),
         median=120,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.replay.synthetic import Plan, make_trace
+from bench.replay.synthetic import TracePlan, make_trace
 from tests.unit.replay.builders import header, trace_of, tree
 from vllm_specrollout.budgets.step_cost import Timing
 from vllm_specrollout.replay.files import ThreadSink, TraceWriter, read_trace, write_trace
@@ -73,7 +73,7 @@ def test_a_record_survives_being_written_and_read(record: object) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_trace_is_the_same_however_it_is_packed(tmp_path: Path, name: str) -> None:
-    trace = make_trace(Plan(requests=6, median=20, sibling=0.3))
+    trace = make_trace(TracePlan(requests=6, median=20, sibling=0.3))
     write_trace(tmp_path / name, trace)
     back = read_trace(tmp_path / name)
     assert not back.is_cut and back.header == trace.header and back.arrivals == trace.arrivals

@@ -21,7 +21,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.replay.synthetic import Plan, make_trace
+from bench.replay.synthetic import TracePlan, make_trace
 from tests.unit.replay.builders import header
 from vllm_specrollout.budgets.registry import make_budget, names
 from vllm_specrollout.budgets.step_cost import CostLine
@@ -44,7 +44,7 @@ WEIRD: list[Any] = [
 def lines(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """A short trace with everything that one may hold; its cost is to be fitted."""
     path = tmp_path_factory.mktemp("trace") / "t.jsonl"
-    write_trace(path, make_trace(Plan(requests=4, median=20, sibling=0.3)))
+    write_trace(path, make_trace(TracePlan(requests=4, median=20, sibling=0.3)))
     found = [json.loads(line) for line in path.read_text().splitlines()]
     columns = found[0]["timing"]
     timing = {name: 1 for name in columns} | {"is_decode_only": True, "step_ms": 5.0}
@@ -163,7 +163,7 @@ def test_a_prompt_of_more_rows_than_tokens_is_refused(
 
 
 def test_prompts_that_take_too_many_steps_are_refused_whoever_says_how_many_rows_they_have() -> None:
-    trace = make_trace(Plan(requests=4, median=20, sibling=0.3))
+    trace = make_trace(TracePlan(requests=4, median=20, sibling=0.3))
     budget = make_budget(SpecRolloutConfig(budget="off"))
     with pytest.raises(TraceError, match="rows of prompts"):
         replay(trace, budget, CostLine(fixed=1.0, prompt_share=1e18))

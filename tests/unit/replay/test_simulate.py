@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from bench.replay.synthetic import Plan, make_trace
-from tests.unit.replay.builders import LINE, ScriptedBudget, header, trace_of, tree
+from bench.replay.synthetic import TracePlan, make_trace
+from tests.unit.replay.builders import LINE, ScriptedBudget, decode_step, header, trace_of, tree
 from vllm_specrollout.budgets.registry import make_budget, names
-from vllm_specrollout.budgets.step_cost import Load
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.errors import SpecRolloutError
 from vllm_specrollout.replay.records import Candidates
@@ -114,23 +113,23 @@ def test_recorded_drafters_are_asked_as_one_or_not_at_all() -> None:
 
 
 def test_without_drafts_a_rollout_is_the_sum_of_its_plain_steps():
-    trace = make_trace(Plan(requests=9, batch=4, median=20, seed=3))
+    trace = make_trace(TracePlan(requests=9, batch=4, median=20, seed=3))
     result = replay(trace, budget("off"))
     assert result.steps == result.steps_off and result.tokens_per_step == 1.0 and result.drafted == 0
     # the same rollout, one token a step, written down in the simplest way
     queue = [len(trace.ends[i].token_ids) for i in range(9)]
-    left, total, line = [], 0.0, Plan().cost
+    left, total, line = [], 0.0, TracePlan().cost
     while queue or left:
         admitted = [queue.pop(0) for _ in range(min(4 - len(left), len(queue)))]
         left += admitted
-        total += line.step_ms(Load(batch=len(left), prompt_rows=64 * len(admitted)))
+        total += line.step_ms(decode_step(len(left)), 64 * len(admitted))
         left = [n - 1 for n in left if n > 1]
     assert result.makespan_ms == pytest.approx(total)
 
 
 @pytest.mark.parametrize("name", names())
 def test_every_budget_yields_every_token_and_the_same_replay_twice(name: str):
-    trace = make_trace(Plan(requests=10, batch=4, median=30, sibling=0.3, seed=5))
+    trace = make_trace(TracePlan(requests=10, batch=4, median=30, sibling=0.3, seed=5))
     first, second = (replay(trace, budget(name, nodes=16, seed=1)) for _ in range(2))
     assert first == second
     total = sum(len(end.token_ids) for end in trace.ends.values())
@@ -139,7 +138,7 @@ def test_every_budget_yields_every_token_and_the_same_replay_twice(name: str):
 
 
 def test_a_draft_that_is_always_right_needs_one_step_in_nine():
-    plan = Plan(requests=1, batch=1, median=91, spread=0.0, acceptance=(1.0,) * 8, seed=0)
+    plan = TracePlan(requests=1, batch=1, median=91, spread=0.0, acceptance=(1.0,) * 8, seed=0)
     result = replay(make_trace(plan), budget("fixed"))
     # the first token comes with the prompt, then 90 in tens less one
     assert result.steps == 1 + 10 and result.wasted_nodes == 0

@@ -1,9 +1,6 @@
 """The hour on a GPU, with commands that are a few lines of Python: what ends how, and what is begun again."""
 
-import io
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -15,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from bench.gpu import commands, hour, machine
-from bench.gpu.commands import Command, Options
+from bench.gpu.commands import Job, Options
 from vllm_specrollout.cli.commands import BENCHES
 from vllm_specrollout.errors import SpecRolloutError
 
@@ -37,24 +34,21 @@ sys.exit(word != "right")
 """
 
 
-def command(word, limit_s=60.0, expected_s=0.0):
-    return Command(step="checks", name=word, arguments=("bench", word), expected_s=expected_s, limit_s=limit_s)
+def job(word, limit_s=60.0, expected_s=0.0):
+    return Job(step="checks", name=word, arguments=("bench", word), expected_s=expected_s, limit_s=limit_s)
 
 
 @pytest.fixture
-def start(tmp_path, monkeypatch):
+def start(tmp_path, monkeypatch, capsys):
     """Run these commands: (exit status, what is on disk, the log)."""
     monkeypatch.setattr(hour, "_CLI", ["-c", FAKE])
     monkeypatch.setenv("BEGUN", str(tmp_path / "begun"))
-    out, work = tmp_path / "out", tmp_path / "work"
+    out = tmp_path / "out"
 
     def run(*chosen, left_s=60.0):
-        for folder in (out, work):
-            folder.mkdir(exist_ok=True)
-        log = (out / hour.LOG).open("a+")
-        code = hour.Hour(chosen, out, work, [work], log, is_dry=True).run(time.monotonic() + left_s)
-        log.seek(0)
-        return code, json.loads((out / hour.FILE).read_text())["runs"], log.read()
+        code = hour.Hour(out, is_dry=True).run(chosen, time.monotonic() + left_s)
+        log = capsys.readouterr().out + (out / hour.LOG).read_text()
+        return code, json.loads((out / hour.FILE).read_text())["runs"], log
 
     return run
 
@@ -64,82 +58,58 @@ def begun(tmp_path):
 
 
 def test_a_second_attempt_takes_the_further_words_and_keeps_its_place(start, tmp_path):
-    code, runs, log = start(replace(command("dies"), retry=("--uncompiled",)))
+    code, runs, log = start(replace(job("dies"), retry=("--uncompiled",)))
     assert code == 1 and [(one["state"], one["attempts"]) for one in runs] == [("failed", 2)]
     assert runs[0]["command"] == "specrollout bench dies" and log.count("--uncompiled") == 1
 
 
 def test_what_tells_most_comes_first_and_engines_have_a_second_way(tmp_path):
-    plan = commands.commands(Options())
+    plan = commands.jobs(Options())
     assert list(dict.fromkeys(one.step for one in plan)) == list(commands.STEPS)
-    assert [one.name for one in plan[:5]] == list(commands.MICRO)
+    assert [one.name for one in plan[:6]] == list(commands.MICRO)
     assert all(one.retry == ("--uncompiled",) for one in plan if one.arguments[:2] == ("bench", "device"))
-    assert not any(one.retry for one in commands.commands(Options(is_dry=True)))
+    assert not any(one.retry for one in commands.jobs(Options(is_dry=True)))
 
 
-def test_what_is_right_is_kept_and_not_run_again(start, tmp_path, capsys):
-    code, (one,), log = start(command("right"))
+def test_what_is_right_is_kept_and_not_run_again(start, tmp_path):
+    code, (one,), log = start(job("right"))
     assert (code, one["state"], one["attempts"], one["report"]["rows"][0]["name"]) == (0, "done", 1, "right")
-    assert "table of right" in capsys.readouterr().out and "log of right" in log
-    assert start(command("right"))[0] == 0
+    assert "table of right" in log and "log of right" in log
+    assert start(job("right"))[0] == 0
     assert begun(tmp_path) == ["right"]
 
 
 def test_what_says_that_it_is_wrong_is_kept_as_wrong(start, tmp_path):
-    code, runs, _ = start(command("wrong"), command("right"))
+    code, runs, _ = start(job("wrong"), job("right"))
     assert (code, [one["state"] for one in runs]) == (hour.WRONG, ["wrong", "done"])
-    start(command("wrong"))
+    start(job("wrong"))
     assert begun(tmp_path) == ["wrong", "right"]
 
 
 def test_what_dies_is_begun_twice_and_no_oftener_and_the_others_run(start, tmp_path):
-    code, runs, _ = start(command("dies"), command("right"))
+    code, runs, _ = start(job("dies"), job("right"))
     assert (code, [one["state"] for one in runs]) == (hour.WRONG, ["failed", "done"])
-    assert runs[0]["error"] == "it ended with 2" and start(command("dies"))[0] == hour.WRONG
+    assert runs[0]["error"] == "it ended with 2" and start(job("dies"))[0] == hour.WRONG
     assert begun(tmp_path) == ["dies", "dies", "right"]
 
 
 def test_what_hangs_is_ended_at_its_limit(start):
-    code, (one,), _ = start(command("hangs", limit_s=0.5))
+    code, (one,), _ = start(job("hangs", limit_s=0.5))
     assert (code, one["state"], one["attempts"]) == (hour.WRONG, "failed", 2)
     assert one["error"] == "no end within 0 s"
 
 
 def test_nothing_is_begun_that_may_not_end_before_the_deadline(start, tmp_path):
-    code, runs, log = start(command("right"), command("wrong", expected_s=1000.0))
-    assert (code, len(runs)) == (hour.UNFINISHED, 1) and "no time left for it" in log
-    assert start(command("wrong"))[0] == hour.WRONG
+    code, runs, log = start(job("right"), job("wrong", expected_s=1000.0))
+    assert (code, len(runs)) == (hour.UNFINISHED, 1) and "left" in log
+    assert start(job("wrong"))[0] == hour.WRONG
     assert begun(tmp_path) == ["right", "wrong"]
 
 
 def test_what_is_cut_off_at_the_deadline_is_left_for_one_more_start(start):
-    code, (one,), _ = start(command("hangs", expected_s=0.4), left_s=0.5)
+    code, (one,), _ = start(job("hangs", expected_s=0.4), left_s=0.5)
     assert (code, one["state"], one["attempts"]) == (hour.UNFINISHED, "begun", 1)
-    assert start(command("hangs", limit_s=0.2))[0] == hour.WRONG
-
-
-def test_a_signal_ends_it_with_its_tables(tmp_path):
-    code = f"""
-import sys, time
-from pathlib import Path
-from bench.gpu import hour
-from tests.unit.bench.gpu.test_hour import FAKE, command
-hour._CLI = ["-c", FAKE]
-out = Path({str(tmp_path)!r})
-with hour._stoppable():
-    one = hour.Hour([command("hangs")], out, out, [], open(out / "log", "a"), is_dry=True)
-    sys.exit(one.run(time.monotonic() + 1000))
-"""
-    environment = {**os.environ, "BEGUN": str(tmp_path / "begun")}
-    pipe = {"stdout": subprocess.PIPE, "text": True, "env": environment}
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **pipe)
-    while not (tmp_path / "begun").exists():
-        assert process.poll() is None
-        time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
-    said = process.communicate()[0]
-    assert process.returncode == 128 + signal.SIGTERM
-    assert "hangs" in said and "stopped by SIGTERM" in said
+    assert start(job("hangs", limit_s=0.2))[0] == hour.WRONG
 
 
 def run(*arguments):
@@ -150,7 +120,7 @@ def run(*arguments):
 
 @pytest.fixture
 def folders(tmp_path):
-    return "--out", tmp_path / "out", "--work", tmp_path / "work"
+    return "--out", tmp_path / "out"
 
 
 @pytest.mark.parametrize(
@@ -173,20 +143,6 @@ def test_without_a_gpu_nothing_but_the_dry_walk_starts(folders, monkeypatch):
     assert isinstance(error, SpecRolloutError) and error.cause.startswith("no NVIDIA GPU can be seen")
 
 
-def test_two_starts_do_not_work_in_one_folder_at_once(folders):
-    folders[3].mkdir()
-    with hour._alone(folders[3]):
-        error = run(*folders, "--dry", "--steps", "checks").exception
-    assert isinstance(error, SpecRolloutError) and "another start works in" in error.cause
-
-
-def test_what_cannot_be_read_is_measured_again(tmp_path):
-    (tmp_path / hour.FILE).write_text("{")
-    log = io.StringIO()
-    hour.Hour([], tmp_path, tmp_path, [], log, is_dry=True)
-    assert "could not be read" in log.getvalue()
-
-
 def test_the_parent_needs_neither_torch_nor_vllm():
     code = "import sys, bench.gpu.hour; print({'torch', 'vllm', 'triton'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
@@ -195,7 +151,7 @@ def test_the_parent_needs_neither_torch_nor_vllm():
 
 @pytest.mark.parametrize("is_dry", [False, True])
 def test_every_step_is_made_of_benchmarks_and_no_two_commands_are_alike(is_dry):
-    made = commands.commands(Options(is_dry=is_dry))
+    made = commands.jobs(Options(is_dry=is_dry))
     assert list(dict.fromkeys(one.step for one in made)) == list(commands.STEPS)
     assert len({one.arguments for one in made}) == len({one.title for one in made}) == len(made)
     assert {one.arguments[1] for one in made if one.arguments[0] == "bench"} <= set(BENCHES)
@@ -204,7 +160,7 @@ def test_every_step_is_made_of_benchmarks_and_no_two_commands_are_alike(is_dry):
 
 def test_arms_that_are_not_asked_for_start_no_engines():
     for arm, other in (("tree", "chain"), ("chain", "tree")):
-        made = commands.commands(Options(arms=(arm,)))
+        made = commands.jobs(Options(arms=(arm,)))
         # trees may round apart, so nothing of them is strict
         assert {one.step for one in made} == set(commands.STEPS) - ({"strict"} if arm == "tree" else set())
         assert not [one for one in made if other in ",".join(one.arguments).split(",")]

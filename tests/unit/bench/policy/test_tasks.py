@@ -4,12 +4,11 @@ import random
 import re
 import statistics
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.policy.reward import problems
-from bench.policy.tasks import FAMILIES, STYLES, demonstrate, make_problem, render, repeat_rate
+from bench.policy.tasks import FAMILIES, STYLES, demonstrate, make_problem, render
 from bench.policy.tokenizer import LARGEST_NUMBER, NUMBERS, WORDS, split_words
 
 SEEDS = st.integers(0, 10_000)
@@ -76,35 +75,6 @@ def test_answer_lengths_have_a_long_tail():
     assert 12 * statistics.median(lengths) <= lengths[-1] <= 1500
 
 
-@pytest.mark.parametrize(("family", "low", "high"), [("arith", 0.84, 0.95), ("puzzle", 0.55, 0.75)])
-def test_demonstrations_of_one_problem_repeat_as_documented(family, low, high):
-    rng = random.Random(0)
-    rates = [
-        repeat_rate([split_words(demonstrate(problem, rng)) for _ in range(4)])
-        for problem in problems(150, seed=0, family=family)
-    ]
-    assert low <= statistics.mean(rates) <= high
-
-
-def test_equal_answers_repeat_but_for_their_first_tokens():
-    answer = list(range(20))
-    assert repeat_rate([answer, answer]) == pytest.approx(17 / 20)
-
-
-def test_answers_without_a_common_context_do_not_repeat():
-    assert repeat_rate([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]) == 0.0
-
-
-def test_the_most_frequent_continuation_is_predicted():
-    common, rare = [1, 2, 3, 4], [1, 2, 3, 9]
-    # Each `common` answer finds one of each (first seen wins) or more; the rare one is always mispredicted.
-    assert repeat_rate([common, common, common, rare]) == pytest.approx(3 * (1 / 4) / 4)
-
-
-def test_one_answer_alone_repeats_nothing():
-    assert repeat_rate([[1, 2, 3, 4]]) == 0.0
-
-
 @given(st.lists(st.integers(-99, 99), min_size=1, max_size=8))
 def test_rendered_terms_read_back(terms):
     assert [int(n.replace(" ", "")) for n in re.findall(r"-? \d+", render(terms))] == terms
@@ -113,11 +83,3 @@ def test_rendered_terms_read_back(terms):
 @given(st.text())
 def test_cut_pieces_join_to_the_text(text):
     assert "".join(split_words(text)) == text
-
-
-def test_answers_that_follow_the_same_prompt_are_looked_up_from_their_first_token():
-    assert repeat_rate([[4, 5], [4, 5]], prompt=[1, 2, 3]) == 1.0
-
-
-def test_a_prompt_predicts_nothing_by_itself():
-    assert repeat_rate([[9, 8], [7, 6]], prompt=[1, 2, 3, 9, 8, 1, 2, 3]) == 0.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.runner.oracle import ORACLE, OracleDrafter, load_continuations
+from bench.runner.oracle import ORACLE, OracleDrafter
 from tests.drafters import ask
 from tests.reference import trees
 from vllm_specrollout import drafters
 from vllm_specrollout.config import parse
 from vllm_specrollout.drafters.base import Place
-from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.history.vocabulary import ANY_TOKEN, Vocabulary
+from vllm_specrollout.history.vocabulary import ANY_TOKEN
 from vllm_specrollout.trees import build
 from vllm_specrollout.types import ROOT, DraftMode, DraftTree, RequestView
 
@@ -150,35 +148,8 @@ def test_a_request_without_problem_id_is_found_by_its_own_id() -> None:
     assert draft(drafter, make_view([], key=""), 8, 8).token_ids.tolist() == [4, 5]
 
 
-def test_a_request_that_was_not_recorded_goes_without_drafts_and_is_reported_once(caplog) -> None:
-    drafter = oracle({"p": [1]})
-    with caplog.at_level(logging.WARNING, logger="vllm.specrollout"):
-        assert [draft(drafter, make_view([], key="unknown"), 8, 8).size for _ in range(3)] == [0, 0, 0]
-    assert len(caplog.records) == 1 and "unknown" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (None, "cannot be read"),
-        ("{", "not valid JSON"),
-        ("[" * 100_000, "not valid JSON"),
-        ("[1]", "JSON list, not an object"),
-        ('{"p": 3}', "'p' is not a list"),
-        ('{"p": [1, true]}', "'p' is not a list"),
-        ('{"p": [-1]}', "'p' is not a list"),
-        ('{"p": [2147483647]}', "'p' is not a list"),
-    ],
-    ids=["missing", "broken", "deep", "no object", "no list", "bool", "negative", "too large"],
-)
-def test_an_unusable_recording_is_a_config_error_that_names_it(tmp_path: Path, content, reason) -> None:
-    path = tmp_path / "recorded.json"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(ConfigError, match=reason) as caught:
-        load_continuations(str(path), ANY_TOKEN)
-    assert "recorded.json" in caught.value.cause
-    assert caught.value.hint
+def test_a_request_that_was_not_recorded_goes_without_drafts() -> None:
+    assert draft(oracle({"p": [1]}), make_view([], key="unknown"), 8, 8).size == 0
 
 
 def test_the_engine_gets_the_oracle_it_configured(tmp_path: Path) -> None:
@@ -191,27 +162,10 @@ def test_the_engine_gets_the_oracle_it_configured(tmp_path: Path) -> None:
     assert draft(drafter, make_view([]), 8, 8).token_ids.tolist() == [1, 2]
 
 
-def test_recorded_answers_of_another_model_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "answers.json"
-    path.write_text('{"a": [1, 2], "b": [3, 512]}')
-    config = parse({"drafters": [{"name": ORACLE, "path": str(path)}]})
-    assert config is not None and drafters.build(config, Vocabulary("large", 513))
-    with pytest.raises(ConfigError, match="'b' holds token 512, the model has 512"):
-        drafters.build(config, Vocabulary("small", 512))
-
-
-def test_from_a_position_on_it_may_be_right_as_often_as_was_said_for_there(tmp_path: Path) -> None:
+def test_from_a_position_on_it_may_be_right_no_more(tmp_path: Path) -> None:
     path, answer = tmp_path / "answers.json", list(range(30))
     path.write_text(json.dumps({"p": answer}))
     drafter = oracle({"p": [7]})
     drafter.replay(str(path), (1.0,), position=10)
     found = [accepted(draft(drafter, make_view(answer[:done]), 4, 4), answer[done:]) for done in range(20)]
     assert found == [4] * 10 + [0] * 10
-
-
-@pytest.mark.parametrize(
-    ("accuracy", "reason"), [((), "has 0 ranks"), ((0.1,) * 65, "has 65 ranks"), ((0.7, 0.7), "sums to 1.4, above 1")]
-)
-def test_an_accuracy_that_cannot_be_is_refused(accuracy: tuple[float, ...], reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        oracle({"p": [1]}, accuracy=accuracy)

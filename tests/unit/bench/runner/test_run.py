@@ -64,12 +64,6 @@ def test_outputs_that_differ_end_with_status_1_and_no_speed(model, tmp_path, ben
         (decode.bench_engine, ["--out", "no/where.json"], "`--out` is `no/where.json`, whose folder does not exist"),
         (decode.bench_engine, ["--draft", "65"], "`--draft` holds 65, outside 1 to 64"),
         (rollout.bench_rollout, ["--model", "x"], "`--model` is `x`, which holds no config.json"),
-        (rollout.bench_rollout, ["--plot", "a.gif"], "`--plot` is `a.gif`, of a kind that cannot be drawn"),
-        (
-            rollout.bench_rollout,
-            ["--explain", "--explain-requests", "0"],
-            "`--explain-requests` is 0, outside 1 to 1000",
-        ),
         (rollout.bench_rollout, ["--show-samples", "65"], "`--show-samples` is 65, outside 0 to 64"),
         (sweep.bench_sweep, ["--accuracy", "0.5,0.5"], "`--accuracy` is '0.5,0.5', which holds a value twice"),
         (load.bench_ramp, ["--pattern", "tail"], "`--pattern` is 'tail', which does not exist"),

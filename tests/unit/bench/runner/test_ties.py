@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("torch")
 
 from bench.runner import ties
-from bench.runner.ties import Candidates, judged, tolerance
+from bench.runner.ties import TieCandidates, judged, tolerance
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_each_logit_may_be_off_by_two_units_in_its_last_place_as_noise_meets_it(
 @pytest.mark.parametrize(("apart", "is_tie"), [(0.4, True), (0.6, False)])
 def test_large_logits_may_be_further_apart_than_small_ones(apart, is_tie):
     def greedy(logit):
-        return Candidates(
+        return TieCandidates(
             stock=3, ours=5, stock_logit=logit, our_logit=logit - apart, num_prompt=2, num_prefix=1, width=8
         )
 
@@ -38,6 +38,6 @@ def test_large_logits_may_be_further_apart_than_small_ones(apart, is_tie):
 
 def test_temperature_widens_the_tolerance_by_the_logit_before_it(monkeypatch):
     """A logit of 10 at temperature 0.5 is 20 where noise is added, and one unit of its last place 0.125 there."""
-    one = Candidates(stock=3, ours=5, stock_logit=20.0, our_logit=19.8, num_prompt=2, num_prefix=1, width=8)
+    one = TieCandidates(stock=3, ours=5, stock_logit=20.0, our_logit=19.8, num_prompt=2, num_prefix=1, width=8)
     monkeypatch.setattr(ties, "gap", lambda candidates, seed, temperature: 0.4)
     assert judged(one, 1, 0.5, "bfloat16") == (True, "4.0e-01 apart, 5.0e-01 allowed")

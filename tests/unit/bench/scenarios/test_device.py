@@ -29,7 +29,7 @@ def scenarios(monkeypatch=None):
     app = typer.Typer()
     app.command()(command(Device, found.append))
     for is_dry in (False, True):
-        for one in commands.commands(Options(is_dry=is_dry)):
+        for one in commands.jobs(Options(is_dry=is_dry)):
             if one.arguments[1] == "device":
                 result = CliRunner().invoke(app, list(one.arguments[2:]), catch_exceptions=False)
                 assert result.exit_code == 0, result.output

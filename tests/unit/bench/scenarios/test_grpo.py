@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from bench.grpo.fleet import overlaid
-from bench.scenarios.grpo import ABLATIONS, Grpo
+from bench.scenarios.grpo import Grpo
 from vllm_specrollout.errors import ConfigError
 
 PLAN = Grpo(problems=6, problems_per_step=2, samples=3, epochs=3)
@@ -54,33 +53,20 @@ class Engines:
     def __init__(self):
         self.started = []
 
-    def start(self, name, spec_rollout, *, environment, **more):
-        self.started.append((name, spec_rollout, environment, more))
+    def start(self, name, spec_rollout, **more):
+        self.started.append((name, spec_rollout, more))
 
 
 def test_every_engine_but_for_its_drafts_is_the_same_engine():
-    plan = Grpo(engines=("ours", "stock", "ngram", "suffix"), suffix_path="x")
+    plan = Grpo(engines=("ours", "stock", "ngram"))
     engines = Engines()
     for arm in plan.arms():
         arm.start(engines)
     assert engines.started == [
-        ("stock", None, {}, {}),
-        ("ngram", None, {}, {"speculative_config": plan.ngram}),
-        ("suffix", None, {"PYTHONPATH": "x"}, {"speculative_config": plan.suffix}),
-        ("ours", {"drafters": ["history"]}, {}, {}),
+        ("stock", None, {}),
+        ("ngram", None, {"speculative_config": plan.ngram}),
+        ("ours", {"drafters": ["history"]}, {}),
     ]
-
-
-def test_an_ablation_adds_one_variant_of_ours_per_part_of_the_history():
-    base = {"drafters": ["history"], "history": {"epochs": 3}}
-    arms = Grpo(engines=("stock",), spec_rollout=base, ablate=True).arms()
-    assert [arm.name for arm in arms] == ["stock", "ours", *ABLATIONS]
-    assert arms[2].spec_rollout == {"drafters": ["history"], "history": {"epochs": 3, "reward_weight": 0.0}}
-    assert base == {"drafters": ["history"], "history": {"epochs": 3}}
-
-
-def test_an_overlay_changes_what_it_names_and_keeps_the_rest():
-    assert overlaid({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"c": 4}, "e": 5}) == {"a": {"b": 1, "c": 4}, "d": 3, "e": 5}
 
 
 def test_a_quick_loop_has_few_short_answers_whatever_the_sizes_say():
@@ -103,10 +89,6 @@ def test_settings_tell_the_engines_and_the_update_and_no_place_of_a_file(tmp_pat
         ({"family": "algebra"}, "`--family` is 'algebra', which does not exist"),
         ({"engines": ("ours",)}, "`--engines` is ours, without stock"),
         ({"learning_rate": -1.0}, "`learning_rate` is -1.0, outside 0 to inf"),
-        (
-            {"spec_rollout": {"drafters": ["ngram"]}, "ablate": True},
-            r"`--ablate` varies the history drafter, and `--spec-rollout` names \['ngram'\]",
-        ),
         ({"spec_rollout": {"drafter": ["ngram"]}}, "unknown key `drafter` in `--spec-rollout`"),
     ],
 )

@@ -8,8 +8,8 @@ import pytest
 
 from bench.runner.server import Holding
 from bench.soak import checks
-from bench.soak.checks import LEAST_SAMPLES, Verdict, grown
-from bench.soak.drive import Outcome, Sample, parse_counts
+from bench.soak.checks import LEAST_SAMPLES, Comparison, grown
+from bench.soak.drive import Observations, Sample, parse_counts
 
 _COUNTS = {"drafted": 0.0, "accepted": 0.0, "failures": 0.0, "tokens": 0.0, "preemptions": 0.0}
 _IDLE = {**_COUNTS, "running": 0.0, "waiting": 0.0}
@@ -24,7 +24,7 @@ def outcome(of=lambda i: {}, idle=({}, {}), **counts):
     """A sample every ten seconds of ten minutes."""
     samples = [sample(10.0 * i, drafted=10.0 * i, **of(i)) for i in range(61)]
     edges = (sample(0.0, **idle[0]), sample(601.0, **idle[1]))
-    return Outcome(samples=samples, requests=Counter(counts), idle=edges)
+    return Observations(samples=samples, requests=Counter(counts), idle=edges)
 
 
 def by_name(found):
@@ -82,8 +82,8 @@ def test_a_route_that_answers_wrongly_fails():
 
 
 def test_ties_pass_and_other_differences_do_not():
-    assert checks.answers(Verdict(9, 99, ("a tie",), ())).passed
-    found = checks.answers(Verdict(9, 99, (), ("request 3",)))
+    assert checks.answers(Comparison(9, 99, ("a tie",), ())).passed
+    found = checks.answers(Comparison(9, 99, (), ("request 3",)))
     assert (found.passed, found.identical) == (False, False)
 
 

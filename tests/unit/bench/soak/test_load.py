@@ -63,7 +63,7 @@ def answered(arrival, chunks, status=200, silence_s=0.0):
         address = f"http://127.0.0.1:{runner.addresses[0][1]}"
         try:
             async with aiohttp.ClientSession(address) as session:
-                return await ask(session, arrival, 16, is_ours=True), len(sent)
+                return await ask(session, arrival, 16), len(sent)
         finally:
             await runner.cleanup()
 
@@ -106,11 +106,10 @@ def test_a_client_leaves_before_a_word_came():
 
 
 def test_a_body_says_what_the_plan_says_and_stock_is_told_nothing_of_ours():
-    ours = replace(PAIR, number=0, grammar=1).body(16, is_ours=True)
+    ours = replace(PAIR, number=0, grammar=1).body(16)
     assert (ours["n"], ours["seed"], ours["structured_outputs"]) == (2, PAIR.seed, GRAMMARS[1])
     assert json.loads(ours["vllm_xargs"]["spec_rollout"]) == {"problem_id": PAIR.problem.problem_id}
-    assert "vllm_xargs" not in replace(PAIR, number=0).body(16, is_ours=False)
-    assert "vllm_xargs" not in replace(PAIR, number=1).body(16, is_ours=True)
+    assert "vllm_xargs" not in replace(PAIR, number=1).body(16)
 
 
 SOME = 2000

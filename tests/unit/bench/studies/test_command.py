@@ -26,10 +26,10 @@ def test_a_study_prints_its_inputs_and_every_row():
 
 def test_json_holds_inputs_tables_and_figures(tmp_path):
     out = tmp_path / "study.json"
-    run("tlt-cycles", "--out", out, "--seed", 3)
+    run("tlt-table-4", "--out", out, "--seed", 3)
     body = json.loads(out.read_text())
-    assert body["study"] == "tlt-cycles" and body["seed"] == 3 and body["inputs"]["plain_ms"] == 4.1304
-    assert len(body["tables"][0]["rows"]) == 8 and body["figures"]["worst cycle error"] < 0.02
+    assert body["study"] == "tlt-table-4" and body["seed"] == 3 and body["inputs"]["depth"] == 10
+    assert len(body["tables"][0]["rows"]) == 6 and body["figures"]["worst error"] < 0.1
 
 
 def test_a_file_names_only_the_inputs_that_differ(tmp_path):
@@ -66,19 +66,12 @@ def test_inputs_that_no_study_can_use_are_one_error_with_a_hint(tmp_path, body, 
     [
         ([], "no STUDY was named"),
         (["tlt"], "`STUDY` names 'tlt', which does not exist"),
-        (["tlt-cycles", "--seed", "-1"], "`--seed` is -1"),
-        (["tlt-cycles", "--out", "/nowhere/x.json"], "`--out` is `/nowhere/x.json`"),
-        (["tlt-cycles", "--inputs", "/nowhere/x.toml"], "`/nowhere/x.toml` is no TOML file"),
+        (["tlt-table-4", "--seed", "-1"], "`--seed` is -1"),
+        (["tlt-table-4", "--out", "/nowhere/x.json"], "`--out` is `/nowhere/x.json`"),
+        (["tlt-table-4", "--inputs", "/nowhere/x.toml"], "`/nowhere/x.toml` is no TOML file"),
     ],
 )
 def test_a_mistake_is_one_error_with_a_hint(arguments, message):
     with pytest.raises(ConfigError, match=message) as caught:
         run(*arguments)
     assert "\n\nhint: " in str(caught.value)
-
-
-def test_a_picture_is_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "study.png"
-    run("tlt-table-4", "--plot", picture)
-    assert picture.read_bytes().startswith(b"\x89PNG")

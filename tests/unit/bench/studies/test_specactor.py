@@ -8,7 +8,6 @@ from vllm_specrollout.bench.studies.specactor import (
     plans,
     run,
     run_arms,
-    scan,
     sites,
 )
 
@@ -84,10 +83,9 @@ def test_free_workers_lend_their_drafters_in_the_ladder_alone(rollouts):
         assert [name for name, one in arms.items() if one.counts["attach"]] == ["ladder"]
 
 
-def test_the_report_has_a_row_and_a_curve_per_arm_and_says_what_does_not_come_out():
+def test_the_report_has_a_row_per_arm_and_says_what_does_not_come_out():
     report = run(smaller(rollouts=1, shortened=80), 0)
-    assert [row[0] for row in report.tables[0].rows] == list(ARMS) == [curve.label for curve in report.curves]
-    assert all(curve.y[0] == 4096 and curve.y[-1] == 0 for curve in report.curves)
+    assert [row[0] for row in report.tables[0].rows] == list(ARMS)
     assert sum("does not come out" in finding for finding in report.findings) == 2
     # plain types alone, as JSON wants them
     assert msgspec.to_builtins(report)["figures"]["plain s"] > report.figures["ladder s"]
@@ -106,9 +104,3 @@ def test_the_products_planner_finds_that_coupled_groups_yield_most_at_first():
     assert found[0].total_tokens_per_s > found[1].total_tokens_per_s
     dear = msgspec.structs.replace(inputs, row_ms=0.08)
     assert plans(dear, work)[0].mode is Mode.PLAIN, "rows may cost more beyond the knee than the weights below it"
-
-
-def test_a_batch_of_256_wins_1_3_times_only_by_the_printed_tau_or_nearly_free_rows():
-    table, figures = scan(SpecActorInputs())
-    assert figures["best gain, exact"] < 1.3 < figures["best gain, paper"]
-    assert [float(str(row[2]).split("x")[0]) >= 1.3 for row in table.rows] == [True, True, True, False, False]
