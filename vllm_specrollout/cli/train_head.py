@@ -67,9 +67,7 @@ def train_head(
 
     learner: dict[str, Any] = {"width": window, "batch_rows": batch_rows, "passes": passes, "loss": loss}
     learner |= {"feature_weight": feature_weight, "dtype": dtype, "seed": seed} | ({"rate": rate} if rate else {})
-    _check_learner(method, levels, draft_vocab, learner)
-    # fewer judge nothing: a judgement takes as long as some steps
-    check_range("judge_rows", judge_rows, batch_rows, MOST_ROWS)
+    _check_learner(method, levels, draft_vocab, judge_rows, learner)
     config = AutoConfig.from_pretrained(str(target))
     shape = getattr(config, "text_config", config)
     duty = Duty(
@@ -105,12 +103,14 @@ def _encoder(target: Path) -> Callable[[str, bool], list[int]]:
     return encode
 
 
-def _check_learner(method: str, levels: int, draft_vocab: int, learner: dict[str, Any]) -> None:
+def _check_learner(method: str, levels: int, draft_vocab: int, judge_rows: int, learner: dict[str, Any]) -> None:
     """Raises: ConfigError, a value that the trainer cannot have."""
     from vllm_specrollout.training.learner import NEW_RATE, LearnerConfig
 
     check_choice("method", method, ("eagle3", "eagle"))
     LearnerConfig(**{"rate": NEW_RATE, "num_levels": levels, **learner})
+    # after each step at most: a judgement takes as long as some
+    check_range("judge_rows", judge_rows, learner["batch_rows"], MOST_ROWS)
     if method == "eagle" and draft_vocab:
         raise ConfigError(
             f"`draft_vocab` is {draft_vocab}, and an `eagle` head has its target's output head",
