@@ -188,7 +188,8 @@ FIELDS: Mapping[str, Field] = {
     "value_told": Field("value", show=_judged("value")),
     "limit_told": Field("limit", show=_judged("limit")),
     # of an RL loop
-    **dict.fromkeys(("epoch", "engine", "weights_version", "runs", "update", "train_s", "push_s"), _TOLD),
+    "epoch": _KEPT,
+    **dict.fromkeys(("engine", "weights_version", "runs", "update", "train_s", "push_s"), _TOLD),
     # share of problems with a right answer, of answers cut off; requests whose tokens are not stock's
     **dict.fromkeys(("solved", "mean_tokens", "cut_share", "wall_s", "num_tokens", "num_differing"), _TOLD),
     "seconds": Field(show=lambda row: None if row.get("identical") is False else f"{row['wall_s']:.1f}"),

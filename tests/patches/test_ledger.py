@@ -68,6 +68,7 @@ COPIES = {
 # names that stand for ours in one file, and for vLLM's in others
 OURS_HERE = {
     ("server/asking.py", "function"),
+    ("server/learning.py", "learning"),
     ("server/replica.py", "live"),
     ("server/replica.py", "own"),
     ("worker/calls.py", "withheld"),

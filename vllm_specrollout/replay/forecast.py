@@ -22,7 +22,7 @@ from vllm_specrollout._core import HistoryIndex
 from vllm_specrollout.budgets.fixed import OffBudget
 from vllm_specrollout.budgets.registry import make_budget
 from vllm_specrollout.config import SpecRolloutConfig
-from vllm_specrollout.config.drafters import HistoryConfig
+from vllm_specrollout.config.drafters import MAX_MATCHES, HistoryConfig
 from vllm_specrollout.drafters.base import Drafter
 from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.drafters.ngram import NgramDrafter
@@ -205,8 +205,9 @@ class _History(_Charged, HistoryDrafter):
     def __init__(self, config: HistoryConfig, max_nodes: int, source: int) -> None:
         own, self._builds = replace(config, dir="", url=""), _Builds()
         store = HistoryStore(own)
-        bounds = {name: getattr(own, name) for name in ("min_match", "max_match", "max_matches")}
-        cache = IndexCache(own, store, partial(HistoryIndex, **bounds), self._builds)
+        bounds = {name: getattr(own, name) for name in ("min_match", "max_match")}
+        make_index = partial(HistoryIndex, max_matches=MAX_MATCHES, **bounds)
+        cache = IndexCache(own, store, make_index, self._builds)
         super().__init__(own, max_nodes, source, store=store, cache=cache)
 
     def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
