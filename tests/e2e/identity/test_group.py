@@ -129,15 +129,18 @@ def accepted(group: SpecGroup) -> list[int]:
 
 def once(group: SpecGroup, holds: Callable[[], bool], what: Callable[[], None]) -> None:
     """Do something as soon as it holds, between two reports."""
-    is_done = False
+    driver: Any = group._driver
+    reported, is_done = driver._reported, False
 
     def watched(engine: str, report: Any) -> None:
         nonlocal is_done
+        reported(engine, report)
+        # calls under way have this function still
         if not is_done and holds():
-            is_done = True
+            is_done, driver._reported = True, reported
             what()
 
-    group._driver.listener = watched
+    driver._reported = watched
 
 
 def await_all(group: SpecGroup) -> None:
