@@ -194,6 +194,7 @@ def test_trees_that_were_left_out_are_said_to_be(tab: browser.Tab, tmp_path: Pat
     path.write_text(page_of(read_trace(TRACE), TRACE.name, 1))
     opened(tab, path, "#request=3")
     tab.wait_for("document.querySelector('#detail').innerText.includes('left out')")
+    assert not tab.errors
 
 
 def test_a_page_of_200_requests_opens(tab: browser.Tab, tmp_path: Path) -> None:

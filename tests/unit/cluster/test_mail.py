@@ -80,6 +80,7 @@ def test_an_engine_that_is_gone_is_said_to_be(address: str) -> None:
     ((name, _),) = heard(office)
     box.close()
     until(lambda: not office.send(name, HELLO))
+    assert not office.send(name, HELLO), "and it stays so"
     office.close()
 
 
