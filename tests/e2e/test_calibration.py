@@ -15,9 +15,9 @@ pytest.importorskip("vllm")
 
 from vllm import SamplingParams
 
-from bench.policy import CHECKPOINT
-from bench.policy.reward import problems
-from bench.policy.tokenizer import prompt_text
+from vllm_specrollout.bench.policy import CHECKPOINT
+from vllm_specrollout.bench.policy.reward import problems
+from vllm_specrollout.bench.policy.tokenizer import prompt_text
 from tests.e2e.identity.engines import Engine, engine
 from vllm_specrollout.types import ROOT, TENTHS, TreeBatch, VerifyResult
 

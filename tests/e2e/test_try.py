@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from bench.policy import CHECKPOINT
-from bench.policy.reward import problems
+from vllm_specrollout.bench.policy import CHECKPOINT
+from vllm_specrollout.bench.policy.reward import problems
 from tests.unit.report.pages import islands
 
 

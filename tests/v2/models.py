@@ -7,7 +7,7 @@ from pathlib import Path
 
 def small_model(folder: Path, arch: str, dtype: str) -> str:
     """Two layers of a random model, made once per folder."""
-    from bench.policy.random_model import make_random_model
+    from vllm_specrollout.bench.policy.random_model import make_random_model
 
     path = folder / f"{arch}-{dtype}"
     if not path.exists():
@@ -20,7 +20,7 @@ def small_experts(folder: Path) -> str:
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from bench.policy.tokenizer import build_tokenizer
+    from vllm_specrollout.bench.policy.tokenizer import build_tokenizer
 
     path = folder / "qwen3-moe"
     if path.exists():

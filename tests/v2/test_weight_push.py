@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 
 from safetensors.torch import load_file
 
-from bench.policy.random_model import make_random_model
+from vllm_specrollout.bench.policy.random_model import make_random_model
 from tests.e2e.identity.cases import cases
 from tests.e2e.identity.check import VOCAB
 from tests.e2e.identity.compare import run

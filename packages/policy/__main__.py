@@ -1,4 +1,4 @@
-"""Command line: `python -m bench.policy train | learn | inflate | random`."""
+"""Command line: `python -m vllm_specrollout.bench.policy train | learn | inflate | random`."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
-from ..runner.display import Display, main
+from vllm_specrollout.bench.runner.display import Display, main
 from . import CHECKPOINT
 from .habit import StudiedPolicy, StudyConfig, study
 from .inflate import inflate as inflate_policy

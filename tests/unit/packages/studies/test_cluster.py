@@ -11,7 +11,7 @@ from vllm_specrollout.bench.studies.cluster import Site, simulate
 from vllm_specrollout.bench.studies.formulas import StepLine
 from vllm_specrollout.bench.studies.h200 import RealSteps
 
-from tests.unit.bench.studies.builders import mixed
+from tests.unit.packages.studies.builders import mixed
 from vllm_specrollout.cluster.rates import coupled_rate, decoupled_rate
 
 VERIFIER = StepLine(base=5.0, request=0.05, steep=0.017, knee=256.0)

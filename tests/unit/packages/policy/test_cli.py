@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from bench.policy.__main__ import app
+from vllm_specrollout.bench.policy.__main__ import app
 from bench.runner.display import main
 
 
