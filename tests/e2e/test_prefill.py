@@ -23,6 +23,7 @@ from vllm_specrollout.errors import ConfigError, UnsupportedError
 from vllm_specrollout.server import prefill as asking
 from vllm_specrollout.server.prefill import prefill
 from vllm_specrollout.server.reports import read_history
+from vllm_specrollout.training.answers import AnswerRing
 from vllm_specrollout.training.rows import Rows, RowSource
 
 POLICY = Path(bench.__path__[0]) / "policy"
@@ -51,6 +52,8 @@ class Trainer:
         self.address, self.rows = f"ipc://{folder}/rows", list[Rows]()
         self.source = RowSource(self.address)
         ours.runner.tap = None
+        kept = ours.runner.spec_rollout.listeners
+        kept[:] = [one for one in kept if not isinstance(one, AnswerRing)]
         # from the first call on, answers are kept
         assert prefill(ours.llm, self.address, 1) == {"asked": 0, "computed": 0}
         self.sink = ours.runner.tap.sink

@@ -64,8 +64,11 @@ async def main(model: str) -> dict[str, Any]:
     await engine.resume_generation()
     rests = []
     for number, (tokens, reason) in enumerate(cut):
-        prompt, given = resumed(params(number), PROMPTS[number], tokens)
-        rests.append(client.ask(number, prompt, given) if reason == "abort" else asyncio.sleep(0, ([], reason)))
+        if reason == "abort":
+            prompt, given = resumed(params(number), PROMPTS[number], tokens)
+            rests.append(client.ask(number, prompt, given))
+        else:
+            rests.append(asyncio.sleep(0, ([], reason)))
     resubmitted = [[*one[0], *rest[0]] for one, rest in zip(cut, await asyncio.gather(*rests), strict=True)]
     # as earlier vLLMs drained an engine
     tasks = client.begin()

@@ -52,8 +52,8 @@ async def main(folder: str, model: str, devices: list[str]) -> dict[str, Any]:
     while learning.number == 0 and time.monotonic() < end:
         # longer than a turn and a step, or the trainer is never let go on
         await asyncio.sleep(6.0)
-        # whoever comes halts a trainer that has the engine's cores
-        if learning._trainer is not None and learning._trainer.said.steps:
+        # whoever comes halts a trainer that has the engine's cores; on a slow host, some are enough
+        if lone < 4 and learning._trainer is not None and learning._trainer.said.steps:
             await ask(engine, "lone", lone)
             lone += 1
     said = learning._trainer.hear()

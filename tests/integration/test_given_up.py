@@ -29,7 +29,7 @@ from vllm_specrollout.worker.calls import TrainerMixin
 
 def worker_of(speculator: Speculator) -> Any:
     worker = TrainerMixin.__new__(TrainerMixin)
-    worker.model_runner = SimpleNamespace(spec_rollout=speculator)
+    worker.model_runner = SimpleNamespace(spec_rollout=speculator, metrics=SimpleNamespace(trainer={}))
     return worker
 
 

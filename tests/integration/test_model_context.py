@@ -79,7 +79,7 @@ class Engine:
     """Requests whose token at a position is that position times ten, decoded beside a model that drafts."""
 
     def __init__(self, proposer: Notes) -> None:
-        noise = SimpleNamespace(choose=lambda logits, entries, depth: logits.argmax(-1))
+        noise = SimpleNamespace(ahead=lambda tokens, entries, depth: torch.zeros(tokens.shape))
         ranks = SimpleNamespace(are_several=False, drawing=lambda draw: draw, follow=lambda run: None)
         ranks.order = lambda names, depth: None
         self.model = ModelDrafter(proposer, noise, 0, ranks)  # type: ignore[arg-type]

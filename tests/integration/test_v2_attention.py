@@ -130,6 +130,7 @@ def lane_of(shape=DraftMode.TREE, levels=0):
     """A lane at the beginning of a step."""
     runner, nothing = object.__new__(Lane), lambda *args: None
     runner.shape, runner._levels, runner.max_draft_tokens, runner._withheld = (shape, ""), levels, 8, {}
+    runner._has_trees = not levels
     runner._next_withheld, runner.spec_config = "", SimpleNamespace(max_depth=8)
     runner.step, runner.inputs, runner._during = StepState(num_running=2), TreeInputs(4, 16, "cpu"), ExitStack()
     runner.times, runner.drafts = SimpleNamespace(begin_step=nothing), SimpleNamespace()

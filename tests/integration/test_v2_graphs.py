@@ -264,7 +264,7 @@ def test_the_lane_captures_graphs_for_trees_alone_and_before_vllms_own(
 ) -> None:
     monkeypatch.setattr("vllm_specrollout.worker.v2.lane.profiled_graphs", lambda runner: 24)
     runner = object.__new__(type("Runner", (Lane, StockRunner), {}))
-    runner.told, runner.shape, runner._levels = [], (shape, ""), levels
+    runner.told, runner.shape, runner._levels, runner._has_trees = [], (shape, ""), levels, not levels
     runner.draft_graphs = SimpleNamespace(capture=lambda runner: runner.told.append("ours"))
     assert runner.capture_model() == 1000
     assert runner.told == (["ours", "vLLM's"] if shape is DraftMode.TREE and not levels else ["vLLM's"])

@@ -12,9 +12,12 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_specrollout.config.checks import check_choice
+from vllm_specrollout.config.checks import check_choice, check_range
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 from vllm_specrollout.training.spot import WORTH
+
+MOST_ROWS = 1 << 30
+"""Between two judgements."""
 
 
 def train_head(
@@ -65,6 +68,8 @@ def train_head(
     learner: dict[str, Any] = {"width": window, "batch_rows": batch_rows, "passes": passes, "loss": loss}
     learner |= {"feature_weight": feature_weight, "dtype": dtype, "seed": seed} | ({"rate": rate} if rate else {})
     _check_learner(method, levels, draft_vocab, learner)
+    # fewer judge nothing: a judgement takes as long as some steps
+    check_range("judge_rows", judge_rows, batch_rows, MOST_ROWS)
     config = AutoConfig.from_pretrained(str(target))
     shape = getattr(config, "text_config", config)
     duty = Duty(

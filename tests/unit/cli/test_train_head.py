@@ -25,7 +25,6 @@ def test_the_help_leads_a_newcomer_from_answers_to_drafts():
         ({"method": "eagle2"}, "`method` names 'eagle2', which does not exist\n\nhint: did you mean `eagle`?"),
         ({"method": "eagle", "draft_vocab": 9}, "an `eagle` head has its target's output head"),
         ({"judge_rows": 1}, "`judge_rows` is 1"),
-        ({"threads": -1}, "`threads` is -1"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path, given, told):

@@ -46,6 +46,7 @@ class Worker(DrafterMixin, Base):
             standing=lambda: running,
             settle=lambda: None,
             model_drafter=None,
+            swapper=None,
             step=SimpleNamespace(number=0),
             metrics=SimpleNamespace(nodes_of=lambda sources: (0, 0)),
             vllm_config=SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4)),
@@ -78,7 +79,7 @@ def step_on_v2(worker: Worker, output: Any, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(v2, "endings_of", lambda output: {})
     monkeypatch.setattr(v2, "begin_step", begun)
     inputs = SimpleNamespace(clear=lambda: None)
-    runner = SimpleNamespace(before_step=worker._warm.sleep, inputs=inputs, weights_version=None)
+    runner = SimpleNamespace(before_step=worker._warm.sleep, inputs=inputs, weights_version=None, swapper=None)
     v2.SpecRolloutV2.execute_model(runner, output)  # type: ignore[arg-type]
 
 

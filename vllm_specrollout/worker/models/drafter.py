@@ -359,8 +359,9 @@ class ModelDrafter(BaseDrafter):
         try:
             return self.proposer.run(rows, [self.seats[name] for name in names], depth)
         except CONTAINED:
-            # it has not seen all of their rows, and these are gone
+            # it has not seen all of their rows, and these are gone; some of its levels may not have been drawn
             self._next.update(dict.fromkeys(names, _LOST))
+            self._watched, self._watched_rows = [], {}
             raise
 
     def _draw(self, logits: torch.Tensor) -> torch.Tensor:
