@@ -58,6 +58,11 @@ _TITLES = {
         "A batch with a long tail on several workers: nobody helps, idle workers take over requests, or lend their"
         " drafters; `auto` chooses. Rows of `race` are of a ladder that is no more.",
     ),
+    "driver": (
+        "Driver",
+        "One driver process of a group, with stand-ins for its engines: 32 requests each, reports and decisions every"
+        " 0.1 s. Ray's own work for each call comes on top.",
+    ),
     "soak": (
         "Soak",
         "A server under load and faults: what it holds, and whether its answers are stock's.",

@@ -173,6 +173,13 @@ FIELDS: Mapping[str, Field] = {
     ),
     "of_best": Field("of the best", show=lambda row: "" if row.get("of_best") is None else f"{row['of_best']:.2f}"),
     **dict.fromkeys(("moved", "lent"), _TOLD),
+    # of a driver: share of a core, and what its stand-ins take beside it; ms of processor time of a decision, and of
+    # the one that deals
+    "share": Field("of one core", show=lambda row: f"{row['share']:.0%}"),
+    "stand_ins": Field("stand-ins", show=lambda row: f"{row['stand_ins']:.0%}"),
+    "decision_ms": Field("a decision, ms", show=lambda row: f"{row['decision_ms']:.2f}"),
+    "first_ms": Field("the first, ms", show=lambda row: f"{row['first_ms']:.0f}"),
+    **dict.fromkeys(("reports", "complete"), _TOLD),
     # of a server: quartiles of its ratio, and what it adds to the time of an output token
     "ratio_quartiles": Field("quartiles", show=lambda row: span(value(row, "ratio_quartiles"))),
     "added_us": Field("added to a token, us"),

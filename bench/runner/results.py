@@ -89,7 +89,7 @@ def _known(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 _ROWS = {
     **{"grpo": _epochs, "drafters": _met, "gpu first hour": _first_hour},
-    **dict.fromkeys(("index", "decoupled", "ladder", "serving", "soak"), _plain),
+    **dict.fromkeys(("index", "decoupled", "ladder", "driver", "serving", "soak"), _plain),
     **dict.fromkeys(("kernels", "device", "micro"), _on_device),
 }
 """Scenario -> its reports' rows as they are kept; of all others, `_paired`."""
@@ -213,6 +213,9 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "drafters": _drafters,
     "decoupled": _of(DECOUPLED),
     "ladder": _of(LADDER),
+    "driver": _of(
+        columns("engines", "ladder", "share", "stand_ins", "decision_ms", "first_ms", "reports", "moved", "lent")
+    ),
     "soak": _of(SOAK),
     "index": _of(INDEX),
     "kernels": _gpu,
