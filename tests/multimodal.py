@@ -50,7 +50,6 @@ def seeing_model(folder: Path) -> tuple[str, int]:
         Idefics3Processor,
         LlamaConfig,
     )
-
     from vllm_specrollout.bench.policy.tokenizer import build_tokenizer
 
     path, tokenizer = folder / "seeing", build_tokenizer()
@@ -98,7 +97,6 @@ class Turning(Qwen2ForCausalLM, SupportsMRoPE):
 def turning_model(folder: Path) -> str:
     """A Qwen2 with M-RoPE, made once per folder, which vLLM knows from now on."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
-
     from vllm_specrollout.bench.policy.tokenizer import build_tokenizer
 
     ModelRegistry.register_model(Turning.__name__, f"{__name__}:{Turning.__name__}")

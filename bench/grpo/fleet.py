@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specrollout.bench.policy.tasks import Problem
+
 from ..runner.engines import WARM_UP_TOKENS, Engines, Report, sampling
 from ..runner.fields import Row
 from ..runner.rows import Run, first_difference

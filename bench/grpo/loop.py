@@ -14,6 +14,7 @@ from vllm_specrollout.bench.policy.grpo import AnswerGroup, GrpoTrainer
 from vllm_specrollout.bench.policy.inflate import inflate
 from vllm_specrollout.bench.policy.reward import reward
 from vllm_specrollout.bench.policy.tokenizer import prompt_text
+
 from ..runner.engines import PROMPT_LEN, STOCK
 from ..runner.fields import Row
 from ..runner.rows import Run

@@ -16,6 +16,7 @@ from typing import Any, Self, TypeVar
 from vllm_specrollout.bench.policy.reward import problems
 from vllm_specrollout.bench.policy.tasks import Problem
 from vllm_specrollout.bench.policy.tokenizer import prompt_text
+
 from .engine_process import EngineProcess, EngineSpec
 from .rows import Pair, Run, first_difference
 

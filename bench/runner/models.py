@@ -12,10 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from vllm_specrollout.bench.policy import CHECKPOINT, DRAFT, HEAD, VARIABLE, inflate, random_model, tokenizer
+
 from vllm_specrollout.errors import ConfigError
 
 from ..kernels.shapes import MODELS, Model
-from vllm_specrollout.bench.policy import CHECKPOINT, DRAFT, HEAD, VARIABLE, inflate, random_model, tokenizer
 from .display import Display
 
 CACHE = Path.home() / ".cache" / "vllm-specrollout" / "models"

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import Progress, TextColumn
-
 from vllm_specrollout.bench.runner.display import Display, main
+
 from . import CHECKPOINT
 from .habit import StudiedPolicy, StudyConfig, study
 from .inflate import inflate as inflate_policy

@@ -135,6 +135,7 @@ MODELS = ("eagle", "draft_model")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Of stock, of a host drafter and of each model that drafts."""
     from vllm_specrollout.bench.policy.random_model import make_random_model
+
     from tests.e2e.drafting_models import copied, eagle_head, perturbed
 
     folder = tmp_path_factory.mktemp("ranks")

@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 
 from vllm_specrollout.bench.policy import CHECKPOINT
 from vllm_specrollout.bench.policy.reward import problems
+
 from tests.unit.report.pages import islands
 
 

@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm import SamplingParams
-
 from vllm_specrollout.bench.policy.reward import problems
 from vllm_specrollout.bench.policy.tokenizer import prompt_text
+
 from tests.e2e.identity.cases import cases
 from tests.e2e.identity.check import VOCAB, check_identity
 from tests.e2e.identity.compare import run

@@ -22,6 +22,7 @@ pytest.importorskip("zmq")
 
 from vllm_specrollout.bench.policy import CHECKPOINT
 from vllm_specrollout.bench.policy.reward import problems
+
 from bench.runner.engine_process import EngineProcess, EngineSpec
 from bench.runner.rows import Run
 from vllm_specrollout.history.database import Database

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm_specrollout.bench.policy.random_model import make_random_model
+
 from tests import warm
 
 ROOT = Path(__file__).parents[2]

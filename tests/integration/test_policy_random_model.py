@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from vllm_specrollout.bench.policy.random_model import ARCHS, make_random_model  # noqa: E402
+
 from vllm_specrollout.errors import ConfigError  # noqa: E402
 
 

@@ -8,7 +8,6 @@ pytest.importorskip("transformers")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from vllm_specrollout.bench.policy.reward import problems
 from vllm_specrollout.bench.policy.tasks import demonstrate
 from vllm_specrollout.bench.policy.tokenizer import SPECIALS, WORDS, build_tokenizer, prompt_text, split_words

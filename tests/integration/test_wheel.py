@@ -111,7 +111,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 
 @pytest.mark.nightly
-def test_the_package_and_its_extension_are_those_that_were_installed_and_there_are_no_weights(installed: Installed) -> None:
+def test_the_package_and_its_extension_are_those_that_were_installed_and_there_are_no_weights(
+    installed: Installed,
+) -> None:
     places = installed.run("python", "-c", MODULES).splitlines()
     assert len(places) == 3 and all(Path(place).is_relative_to(installed.site) for place in places)
 

@@ -16,7 +16,10 @@ SOCKETS = {"bench": "bench", "kernels": "kernels", "packages": "bench"}
 def modules() -> dict[str, Path]:
     """Dotted name -> file of all that is installed, bench, packages and kernels included."""
     found = {}
-    for folder, name in [(ROOT / PACKAGE, PACKAGE), *((ROOT / one, f"{PACKAGE}.{inner}") for one, inner in SOCKETS.items())]:
+    for folder, name in [
+        (ROOT / PACKAGE, PACKAGE),
+        *((ROOT / one, f"{PACKAGE}.{inner}") for one, inner in SOCKETS.items()),
+    ]:
         for path in folder.rglob("*.py"):
             parts = path.relative_to(folder).with_suffix("").parts
             if not (name == PACKAGE and parts[0] in SOCKETS):

@@ -19,7 +19,6 @@ def small_experts(folder: Path) -> str:
     """Two layers of a random mixture of experts, whose router's choices depend on the token, made once per folder."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
     from vllm_specrollout.bench.policy.tokenizer import build_tokenizer
 
     path = folder / "qwen3-moe"

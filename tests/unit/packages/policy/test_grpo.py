@@ -17,6 +17,7 @@ from vllm_specrollout.bench.policy.grpo import (  # noqa: E402
     group_advantages,
 )
 from vllm_specrollout.bench.policy.random_model import make_random_model  # noqa: E402
+
 from vllm_specrollout.errors import ConfigError  # noqa: E402
 
 PROMPT = (3, 87, 261)

@@ -6,7 +6,6 @@ import statistics
 
 from hypothesis import given
 from hypothesis import strategies as st
-
 from vllm_specrollout.bench.policy.reward import problems
 from vllm_specrollout.bench.policy.tasks import FAMILIES, STYLES, demonstrate, make_problem, render
 from vllm_specrollout.bench.policy.tokenizer import LARGEST_NUMBER, NUMBERS, WORDS, split_words

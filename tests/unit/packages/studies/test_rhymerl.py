@@ -3,7 +3,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from vllm_specrollout.bench.studies.rhymerl import TABLE_2, RhymeRLInputs, epochs, growth, ranked, ranks, run
 
 INPUTS = RhymeRLInputs()
