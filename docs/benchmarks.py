@@ -56,7 +56,7 @@ _TITLES = {
     "ladder": (
         "Ladder",
         "A batch with a long tail on several workers: nobody helps, idle workers take over requests, or lend their"
-        " drafters; `auto` chooses. Rows of `race` are of a ladder that is no more.",
+        " drafters; `auto` chooses.",
     ),
     "driver": (
         "Driver",

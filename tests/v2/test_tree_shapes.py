@@ -1,0 +1,73 @@
+"""What a head's trees of each shape bring, out of an engine: where more nodes go on, more drafts are accepted.
+
+A comb is a beam of one. TLT (section 5.1) drafts 10 levels, 8 beams and 64 nodes. The policy is nearly greedy at
+temperature 1, so a shape gains less there than with one that has more to choose from.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm import SamplingParams
+
+from bench.policy import CHECKPOINT, HEAD
+from bench.policy.reward import problems
+from bench.policy.tokenizer import prompt_text
+from tests.e2e.identity.engines import Engine, engine
+from tests.v2.test_identity import ENGINE
+
+LEVELS, REQUESTS = 10, 24
+OWN = {
+    "drafters": [],
+    "budget": "fixed",
+    "max_draft_tokens": 64,
+    "max_depth": LEVELS,
+    "speculative_config": {"method": "eagle3", "model": str(HEAD), "num_speculative_tokens": LEVELS},
+}
+COMB, BEAMS, TLT = (1, 20), (4, 20), (8, 64)
+SHAPES = (COMB, BEAMS, TLT, (1, 12), (2, 12))
+"""Nodes of a level that go on, and nodes that are drafted."""
+
+
+def drafted(ours: Engine, temperature: float, beam: int, nodes: int) -> tuple[list[list[int]], float]:
+    """The tokens, and how many drafts of a tree are accepted."""
+    model, stats = ours.runner.model_drafter, ours.runner.stats
+    model.most_beams = beam
+    accepted, trees = stats.accepted, 0
+    came = ours.runner._came
+
+    def counted(home: Any, words: Any) -> Any:
+        nonlocal trees
+        trees += int((home.proposed().sizes > 0).sum())
+        return came(home, words)
+
+    ours.runner._came = counted
+    own = {"max_draft_tokens": nodes}
+    params = [
+        SamplingParams(temperature=temperature, seed=i, max_tokens=96, extra_args={"spec_rollout": own})
+        for i in range(REQUESTS)
+    ]
+    prompts = [prompt_text(one.prompt) for one in problems(REQUESTS, 12)]
+    found = ours.llm.generate(prompts, params, use_tqdm=False)
+    ours.runner.settle()
+    ours.runner._came = came
+    return [list(one.outputs[0].token_ids) for one in found], (stats.accepted - accepted) / trees
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("temperature", [1.0, 1.5])
+def test_wider_trees_are_accepted_further(temperature: float) -> None:
+    with engine(str(CHECKPOINT), "float32", is_ours=True, spec_rollout=OWN, **{**ENGINE, "max_num_seqs": 4}) as ours:
+        drafted(ours, temperature, *COMB)  # what its two weights are learned from
+        found = {shape: drafted(ours, temperature, *shape) for shape in SHAPES}
+    tokens = [tokens for tokens, _ in found.values()]
+    accepted = {shape: count for shape, (_, count) in found.items()}
+    print(temperature, accepted)
+    assert all(own == tokens[0] for own in tokens)
+    assert accepted[BEAMS] >= 1.10 * accepted[COMB], accepted
+    assert accepted[TLT] >= 1.20 * accepted[COMB], accepted
+    assert accepted[2, 12] >= 0.98 * accepted[1, 12], accepted
