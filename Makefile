@@ -1,5 +1,5 @@
 # make setup   a virtual environment with everything pinned (skipped when up to date)
-# make demo    two epochs of the shipped policy: stock vLLM, its own ngram, and spec rollout; a page at the end
+# make demo    three epochs of the shipped policy at the cost of 30 M: stock vLLM and spec rollout in turns; a page
 # make test    what every change must pass: the C++ core under sanitizers, then all tests but the long ones
 # make nightly all that is too long for every change; before a release
 # make unit    the pure part of the tests: no engine, no vLLM, no torch, no benchmarks, fewer examples
@@ -73,8 +73,9 @@ $(VENV)/.installed: $(VENV)/.requirements setup.py pyproject.toml $(CORE) $(FOLD
 
 demo: setup
 	@mkdir -p out
-	$(BIN)/specrollout try $(POLICY) --prompts examples/prompts.jsonl --batch 8 --max-tokens 1024 --rival ngram --eager \
-		--kv-gib 1 --report out/rollout.html
+	@test -f out/policy-30M/config.json || $(BIN)/python -m vllm_specrollout.bench.policy inflate --to 30M --out out/policy-30M
+	$(BIN)/specrollout try out/policy-30M --prompts examples/prompts.jsonl --most-prompts 8 --batch 8 --max-tokens 1024 \
+		--epochs 3 --rounds 3 --dtype float32 --eager --kv-gib 1 --report out/rollout.html
 
 test: setup
 	$(call timed,sanitizers,csrc/tests/sanitize.sh 10)

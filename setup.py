@@ -20,7 +20,7 @@ MAPPED = {"kernels": "kernels", "patches": "patches", "bench": "bench", "package
 NOT_SHIPPED = (
     "vllm_specrollout.bench.soak",
     "vllm_specrollout.bench.studies",
-    *(f"vllm_specrollout.bench.policy.{name}" for name in ("__main__", "habit", "train")),
+    *(f"vllm_specrollout.bench.policy.{name}" for name in ("__main__", "train")),
 )
 
 packages = find_packages(include=["vllm_specrollout", "vllm_specrollout.*"])

@@ -36,6 +36,12 @@ _TITLES = {
     "decode": ("Decoding", "Random weights and the oracle drafter: what an engine makes of drafts of known quality."),
     "rollout": ("Rollout", "The small trained policy, or the same function at the cost of a larger model."),
     "grpo": ("GRPO", _GRPO_TEXT),
+    "learn": (
+        "Learning",
+        "Heads that learn in their engines, between epochs ([how](guides/train-head.md#while-the-engine-runs)). Before"
+        " epoch 2 of drift `habit` the policy takes to checking its steps. One run each. Drafts have one length, and a"
+        " policy of 3 M parameters saves less than they cost: compare what is accepted, and steps.",
+    ),
     "sweep": ("Sweep", "`auto` against stock and against every fixed draft length."),
     "load": ("Load", "Loads that change on the way, under every budget."),
     "serving": (
@@ -174,6 +180,8 @@ def _what(run: Mapping[str, Any]) -> str:
     if run["bench"] == "gpu first hour":
         return str(run["host"].get("gpu"))
     what = settings.get("title") or settings.get("model") or "no model runs"
+    if run["bench"] == "learn":
+        return f"{what}, drift {settings['drift']}, {settings['epochs']} epochs"
     if run["bench"] != "engine":
         return what
     if settings["is_off_path"]:

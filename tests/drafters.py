@@ -11,9 +11,9 @@ from vllm_specrollout.budgets.base import bounded
 from vllm_specrollout.drafters.base import BaseDrafter, Drafter
 from vllm_specrollout.types import (
     EMPTY_TREE,
+    Answer,
     DraftLimits,
     DraftTree,
-    FinishedRequest,
     RequestBatch,
     RequestView,
     TreeBatch,
@@ -30,7 +30,7 @@ class Says(BaseDrafter):
         self.admitted: list[str] = []
         self.asked: list[list[str]] = []
         self.heard: list[tuple[TreeBatch, VerifyResult]] = []
-        self.finished: list[FinishedRequest] = []
+        self.finished: list[Answer] = []
         self.forgotten: list[str] = []
 
     def admit(self, view: RequestView) -> None:
@@ -51,7 +51,7 @@ class Says(BaseDrafter):
     def observe(self, trees: TreeBatch, result: VerifyResult) -> None:
         self.heard.append((trees, result))
 
-    def finish(self, ending: FinishedRequest) -> None:
+    def finish(self, ending: Answer) -> None:
         self.finished.append(ending)
 
     def forget(self, request_id: str) -> None:

@@ -27,8 +27,8 @@ from vllm_specrollout.observe.listener import NOTHING_TO_DRAFT, Listener
 from vllm_specrollout.observe.probation import NEVER
 from vllm_specrollout.trees.batch import on_host, without_ends
 from vllm_specrollout.types import (
+    Answer,
     DraftLimits,
-    FinishedRequest,
     RequestBatch,
     RequestView,
     StepPlan,
@@ -39,7 +39,7 @@ from vllm_specrollout.types import (
     empty_trees,
 )
 
-Answer = TypeVar("Answer")
+T = TypeVar("T")
 _UNWATCHED = "metrics or a recording lack a step"
 
 
@@ -140,7 +140,7 @@ class Speculator(Contained):
         if not proposals:
             plan = StepPlan(nothing, "nothing proposed", pays=False, reach=np.zeros(0, np.float32))
             self._weigh(plan, step)
-            if self.budget.backs_off and not self._asking.debts and not any(d.works_ahead for d in self.drafters):
+            if self.budget.backs_off and not self._asking.overruns and not any(d.works_ahead for d in self.drafters):
                 self.backoff.asked(step, self._running, False)
             return self._planned(batch, limits, (), plan, begin)
         chosen = self._budget_does(lambda budget: self._chosen(budget, proposals, limits, batch))
@@ -173,8 +173,8 @@ class Speculator(Contained):
         time is not."""
         step_ms, prices, self._asking.ms = limits.token_ms * batch.size, self._asking.prices, 0.0
         self.worth.asked.clear()
-        debts = self._asking.debts
-        asked = [d for d in self.drafters if d.name not in debts] if debts else self.drafters
+        overruns = self._asking.overruns
+        asked = [d for d in self.drafters if d.name not in overruns] if overruns else self.drafters
         free = {d.name for d in asked if d.works_ahead or d.is_lookup}
         order = [(d.name not in free and prices[d.name].is_expensive(batch.size, step_ms), d) for d in asked]
         order.sort(key=itemgetter(0))
@@ -263,7 +263,7 @@ class Speculator(Contained):
         """So many tokens of withheld verdicts were compared with plain decoding, and so many of them differed."""
         self._tell(lambda listener: listener.compared(checked, differing))
 
-    def finish(self, ending: FinishedRequest) -> None:
+    def finish(self, ending: Answer) -> None:
         """A request is over; `forget` follows. Drafters hear of each; listeners of one that began or has a token."""
         for drafter in self._told:
             self._drafter_does(drafter, lambda drafter: drafter.finish(ending))
@@ -298,7 +298,7 @@ class Speculator(Contained):
             except CONTAINED as error:
                 self.guard.failed("watching", error, _UNWATCHED)
 
-    def _drafter_does(self, drafter: Drafter, what: Callable[[Drafter], Answer | None]) -> Answer | None:
+    def _drafter_does(self, drafter: Drafter, what: Callable[[Drafter], T | None]) -> T | None:
         """None: it failed, and is on probation."""
         try:
             return what(drafter)
@@ -306,7 +306,7 @@ class Speculator(Contained):
             self.failed(drafter, error)
             return None
 
-    def _budget_does(self, what: Callable[[Budget], Answer]) -> Answer | None:
+    def _budget_does(self, what: Callable[[Budget], T]) -> T | None:
         """None: it failed, now or before, and is on probation."""
         try:
             return what(self.budget) if id(self.budget) not in self.probation.out else None

@@ -61,18 +61,20 @@ class RequestView:
 
 
 @dataclass(frozen=True, slots=True)
-class FinishedRequest:
-    """A request that is over, with all that it generated."""
+class Answer:
+    """A request that is over, with all that it generated; and what a history keeps of one."""
 
     request_id: str
     problem_id: str
-    # [num_prompt_tokens]
+    # [num_prompt_tokens] int32; in a history the last ones: contexts of the answer's first tokens reach into them
     prompt_ids: IntArray
-    # [num_tokens] the answer, without what was sampled beyond its end
+    # [num_tokens] int32 the answer, without what was sampled beyond its end
     token_ids: IntArray
     status: FinishReason
     weights_version: int = 0  # of the policy when the request ended
-    name: str = ""  # that its client knows it by
+    name: str = ""  # that its client knows it by; in a history it is `request_id`
+    epoch: int = 0  # from 0: a problem's answers of one epoch are each other's siblings
+    reward: float | None = None  # as last reported; None: not reported (yet)
 
 
 @dataclass(frozen=True, slots=True)

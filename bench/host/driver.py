@@ -19,7 +19,7 @@ from typing import Any
 
 from bench.runner.fields import Row
 from bench.runner.report import Found, as_json
-from vllm_specrollout.cluster.batch import Answer, GroupError, RequestChecker
+from vllm_specrollout.cluster.batch import GroupAnswer, GroupError, RequestChecker
 from vllm_specrollout.cluster.driver import BEAT_S, Driver
 from vllm_specrollout.cluster.ladder import LADDERS
 from vllm_specrollout.cluster.lending import BEAT_S as LENDING_S
@@ -155,7 +155,7 @@ async def measure(engines: int, ladder: str, beats: int, seed: int) -> Row:
             lending.add({name: _asking(lines, name)}, ("small", [], {}))
         helping = asyncio.ensure_future(_help(lending))
         await asyncio.sleep(4 * LENDING_S)
-    found: dict[str, Answer | GroupError] = {}
+    found: dict[str, GroupAnswer | GroupError] = {}
     count = engines * REQUESTS
     lengths = [max(1, min(16384, round(TOKENS * rng.lognormvariate(0.0, SPREAD)))) for _ in range(count)]
     prompts = [[i // SAMPLES] * 500 for i in range(count)]
@@ -186,7 +186,7 @@ async def measure(engines: int, ladder: str, beats: int, seed: int) -> Row:
         reports=lines.reports,
         moved=driver.counts["moved"],
         lent=lending.lent,
-        complete=sum(isinstance(one, Answer) for one in found.values()) / count,
+        complete=sum(isinstance(one, GroupAnswer) for one in found.values()) / count,
     )
 
 

@@ -40,7 +40,6 @@ from vllm_specrollout.worker.drafting import Drafting
 from vllm_specrollout.worker.request import Admission
 from vllm_specrollout.worker.v2 import device_drafts
 from vllm_specrollout.worker.v2.device_drafts import Bystander, DeviceDrafts
-from vllm_specrollout.worker.v2.device_times import DeviceTimes
 from vllm_specrollout.worker.v2.host import Host, HostRequest, InFlight, StepState
 from vllm_specrollout.worker.v2.lane import Home, Lane
 from vllm_specrollout.worker.v2.texts import DeviceTexts
@@ -78,7 +77,7 @@ def _lane(names: list[str]) -> Lane:
     history.latest = lambda: lane.latest
     lane.drafts = DeviceDrafts(
         Bystander(WIDTH), 0, _states(names), lane._told_of, DeviceTexts(history.texts, torch.device("cpu")), WIDTH,
-        speculator.guard, DeviceTimes(torch.device("cpu")),
+        speculator.guard,
     )  # fmt: skip
     lane._acceptance, lane._may_skip, lane.sources = Acceptance(), False, (0, 0, 1)
     lane.drafts.changed, lane.drafts.held, lane._arrived = lane._changed, lane._held, set(names)

@@ -13,7 +13,7 @@ import numpy as np
 from vllm_specrollout.kernels.lookup import naive
 
 from vllm_specrollout import _core
-from vllm_specrollout.config.drafters import HistoryConfig
+from vllm_specrollout.config.drafters import MAX_MATCHES, HistoryConfig
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.history.index_cache import ONE, weight_of
 
@@ -40,7 +40,7 @@ class Ours:
         begin = thread_time()
         c = self._config
         for problem in self._data.problems:
-            index = _core.HistoryIndex(min_match=c.min_match, max_match=c.max_match, max_matches=c.max_matches)
+            index = _core.HistoryIndex(min_match=c.min_match, max_match=c.max_match, max_matches=MAX_MATCHES)
             index.set_prompt(problem.prompt)
             for number, epoch in enumerate(problem.past):
                 for answer, reward in zip(epoch.answers, epoch.rewards, strict=True):

@@ -194,6 +194,14 @@ FIELDS: Mapping[str, Field] = {
     "seconds": Field(show=lambda row: None if row.get("identical") is False else f"{row['wall_s']:.1f}"),
     # of stock's answers, which are ours too; vLLM's own methods answer otherwise
     "reward": Field(show=lambda row: row["reward"] if row["engine"] == "stock" else None),
+    # of heads that learn: tokens accepted per draft, and by the first epoch's; rows learned from and heads published by
+    # then, and the trainer's seconds; of all tokens
+    "accepted_per_draft": Field("accepted a draft", is_kept=True),
+    "of_first": Field("of the first epoch's", is_kept=True),
+    "learned_rows": Field("rows learned", is_kept=True),
+    "published": Field("heads", is_kept=True),
+    "trainer_s": Field("trainer, s", is_kept=True),
+    "digest": Field("tokens", is_kept=True),
     "commit": _TOLD,
 }
 

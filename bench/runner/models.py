@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vllm_specrollout.bench.policy import CHECKPOINT, DRAFT, HEAD, VARIABLE, inflate, random_model, tokenizer
+from vllm_specrollout.bench.policy import CHECKPOINT, DRAFT, HEAD, VARIABLE, habit, inflate, random_model, tasks, tokenizer
 
 from vllm_specrollout.errors import ConfigError
 
@@ -89,6 +89,12 @@ def shipped_drafters(
     if size is None:
         found["draft"] = {"method": "draft_model", "model": str(DRAFT), "num_speculative_tokens": depths[0]}
     return found
+
+
+def policy_with_habit(cache: Path) -> Path:
+    """The project's policy after it took up a habit: its shape, other answers."""
+    files = [*sorted(CHECKPOINT.glob("*.safetensors")), Path(habit.__file__), Path(tasks.__file__)]
+    return _cached(cache / f"policy-habit-{_key(['habit'], files)}", habit.take_up_habit)
 
 
 def quarter_drafter(size: str, cache: Path) -> Path:

@@ -190,6 +190,10 @@ CURVES = columns(
     *("steps_of_both", "step_ms", "stock_ms", "tokens_per_s", "stock_tokens_per_s", "speedup: of stock's"),
     "speedup_quartiles",
 )
+LEARN = columns(
+    *("epoch", "name: engine", "identical", "steps_of_both", "accepted_per_draft", "of_first", "learned_rows"),
+    *("published", "trainer_s", "speedup_told: times", "digest"),
+)
 SERVING = columns("name: run", "identical", "tokens_per_s", "ratio: of stock's", "ratio_quartiles", "added_us")
 LADDER = columns("ladder_told", "makespan_s", "speedup_told: times", "of_best", "moved", "lent")
 DECOUPLED = columns(
@@ -207,6 +211,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "decode": _of({**_ROLLOUT, **columns("seed", "rounds", "commit")}),
     "rollout": _of(_ROLLOUT),
     "grpo": _grpo,
+    "learn": _of(LEARN),
     "sweep": _sweep,
     "load": _of(columns("pattern", "name: budget", "speedup_told", "makespan_s", "switches", "auto_told")),
     "serving": _of(SERVING),

@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 from vllm_specrollout.config import BUDGETS, MAX_NODES, SpecRolloutConfig
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.errors import SpecRolloutError, UnsupportedError
-from vllm_specrollout.history.answers import MOST_TAIL, Answer
+from vllm_specrollout.history.answers import MOST_TAIL
 from vllm_specrollout.history.store import HistoryStore
-from vllm_specrollout.types import FinishReason
+from vllm_specrollout.types import Answer, FinishReason
 
 from ..gpu.machine import describe
 from ..index.data import Data, Key, recorded
@@ -115,7 +115,7 @@ class Curves(EngineScenario):
                 past, tail = problem.past[epoch], problem.prompt[-MOST_TAIL:]
                 for i, (ids, reward) in enumerate(zip(past.answers, past.rewards, strict=True)):
                     request = f"{name}/{epoch}/{i}"
-                    store.append(Answer(name, request, epoch, 0, FinishReason.FINISHED, ids, tail, reward))
+                    store.append(Answer(request, name, tail, ids, FinishReason.FINISHED, 0, epoch=epoch, reward=reward))
         store.begin_epoch(_PAST)
         for task in tasks:
             task()

@@ -1,4 +1,4 @@
-"""Command line: `python -m vllm_specrollout.bench.policy train | learn | inflate | random`."""
+"""Command line: `python -m vllm_specrollout.bench.policy train | inflate | random`."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,6 @@ from rich.progress import Progress, TextColumn
 from vllm_specrollout.bench.runner.display import Display, main
 
 from . import CHECKPOINT
-from .habit import StudiedPolicy, StudyConfig, study
 from .inflate import inflate as inflate_policy
 from .inflate import inflate_head
 from .random_model import make_random_model
@@ -55,23 +54,6 @@ def random(
         bar = display.counter(f"random {arch} {size}")
         path = make_random_model(out, arch, size, seed, dtype, vocab_size, sliding_window, on_weight=bar)
     console.print(f"wrote {path}")
-
-
-@app.command()
-def learn(
-    levels: Annotated[int, typer.Option(help="Tokens ahead that heads are trained for and judged by.")] = 6,
-    threads: Annotated[int, typer.Option(help="Torch threads.")] = 1,
-    seed: Annotated[int, typer.Option(help="Of first weights and of the order.")] = 0,
-) -> None:
-    """What learning brings back after the policy took up a habit, and what it makes of a new head."""
-    import torch
-
-    torch.set_num_threads(threads)
-    for one in study(StudyConfig(levels=levels, seed=seed), StudiedPolicy()):
-        console.print(
-            f"{one.arm}: {one.rows} rows, {one.seconds:.0f} core seconds, accepted {one.accepted:.2f} of {levels},"
-            f" first {one.first:.3f}"
-        )
 
 
 @app.command()

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from vllm_specrollout.bench.studies.answers import Workload
 from vllm_specrollout.bench.studies.formulas import Floats, Ints, StepLine, best_window
-from vllm_specrollout.bench.studies.h200 import RealSteps
 
 from vllm_specrollout.cluster import ladder
 from vllm_specrollout.cluster.rates import coupled_rate, decoupled_rate, step_time, stream
+from vllm_specrollout.replay.anchors import RealSteps
 
 _ROUNDING = 1e-6  # steps
 _LEVELS = 50.0  # of acceptance: as many speeds are computed
@@ -124,7 +124,7 @@ class _Worker:
 
     def __init__(self, name: str, host: str, places: int) -> None:
         self.name, self.level, self.window, self.stamp = name, 0, 0, 0
-        self.view = ladder.Engine(version=1, places=places, host=host, drafter=name, method=_MODEL)
+        self.view = ladder.GroupEngine(version=1, places=places, host=host, drafter=name, method=_MODEL)
         # steps done by `at`, which lies ahead while contexts are computed
         self.steps, self.at, self.step_ms = 0.0, 0.0, 1.0
         self.paces: dict[str, _Pace] = {}
@@ -149,7 +149,7 @@ class _Batch:
         # tokens that the driver has heard
         self._heard = dict.fromkeys(self._length, 0.0)
         self._waiting = [request for request in self._length if request not in first]
-        self._prices = ladder.Prices()
+        self._prices = ladder.GroupPrices()
         self._finish: dict[str, float] = {}
         self._outcome = Outcome(np.full(len(self._length), np.nan))
         # (ms, number, what happens, to whom, the stamp with which it counts)

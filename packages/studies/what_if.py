@@ -15,13 +15,22 @@ from statistics import fmean
 from vllm_specrollout.bench.studies.answers import AnswersInputs, Workload, draw_answers
 from vllm_specrollout.bench.studies.cluster import Outcome, Site, simulate
 from vllm_specrollout.bench.studies.formulas import StepLine
-from vllm_specrollout.bench.studies.h200 import MEASURED, RECKONED, TAIL_RECKONED, TRY
 from vllm_specrollout.bench.studies.report import Cell, Number, ResultTable, Share, StudyReport, error_of
 
 from vllm_specrollout.cluster import dealing
+from vllm_specrollout.replay.anchors import MEASURED, RECKONED, TAIL_RECKONED
 from vllm_specrollout.scheduling.lengths import Lengths
 
 STEPS = {"measured": MEASURED, "tail reckoned": TAIL_RECKONED, "reckoned": RECKONED}
+TRY = {
+    "stock, s": 1.75128,
+    "stock, steps": 305.0,
+    "ours, s": 1.40456,
+    "ours, steps": 148.0,
+    "speed-up": 1.24686,
+    "tokens per request and step": 1.38437,
+}
+"""What `specrollout try` measured (bench/results/try.json, epoch 1): 16 prompts, 8 samples, 64 at once, 384 tokens."""
 ARMS = {
     "plain": ("off", False, False),
     "drafts": ("off", True, False),
@@ -33,7 +42,8 @@ ARMS = {
 
 
 class WhatIfInputs(AnswersInputs):
-    """All but the steps (h200.py) are free. Engines: a 7B model on one GPU each, 8 to a host, 8 hosts to a rack."""
+    """All but the steps (replay/anchors.py) are free. Engines: a 7B model on one GPU each, 8 to a host, 8 hosts to a
+    rack."""
 
     engines: tuple[Number, ...] = (8, 64, 256, 1024)
     # batches, with seeds that follow each other
@@ -43,8 +53,8 @@ class WhatIfInputs(AnswersInputs):
     # of each engine at the beginning
     requests: Number = 32
     prompt: Number = 500
-    # 14 Gflop a token at half of 989 Tflop/s
-    prefill_ms: Number = 0.03
+    # of a token
+    prefill_ms: Number = RECKONED.prompt_row
     # drafting a token by the lent 0.5B model (TLT, Table 8: 12.2 ms a cycle over 6 levels)
     model_ms: Number = 2.03
     # of the median request. History: 4.28 tokens a step from the second epoch on in bench/results/grpo.json; model:

@@ -11,7 +11,7 @@ from vllm_specrollout.bench.grpo.trace import read_rollouts
 from vllm_specrollout.bench.index.data import Epoch, RecordedProblem, recorded
 
 from vllm_specrollout import _core
-from vllm_specrollout.config.drafters import HistoryConfig
+from vllm_specrollout.config.drafters import MAX_MATCHES, HistoryConfig
 from vllm_specrollout.history.index_cache import weight_of
 
 # the first half of the problems, one epoch earlier, is what DOUBT in tests/reference/history.py was fitted on
@@ -23,7 +23,7 @@ GRPO = Path(__file__).parents[1] / "traces" / "grpo"
 
 
 def build(problem: RecordedProblem, c: HistoryConfig) -> _core.HistoryIndex:
-    index = _core.HistoryIndex(min_match=c.min_match, max_match=c.max_match, max_matches=c.max_matches)
+    index = _core.HistoryIndex(min_match=c.min_match, max_match=c.max_match, max_matches=MAX_MATCHES)
     index.set_prompt(problem.prompt)
     for number, epoch in enumerate(problem.past):
         for answer, reward in zip(epoch.answers, epoch.rewards, strict=True):

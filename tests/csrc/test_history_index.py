@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.reference import trees
 from tests.reference.history import NaiveHistory
 from vllm_specrollout import _core
-from vllm_specrollout.config.drafters import HistoryConfig
+from vllm_specrollout.config.drafters import MAX_MATCHES, HistoryConfig
 from vllm_specrollout.types import DraftTree
 
 # few different tokens repeat a lot; the odd ones out are the extremes of the type
@@ -36,19 +36,19 @@ BOUNDS = st.tuples(st.integers(-1, 40), st.integers(-1, 12), st.booleans(), st.b
 
 
 @st.composite
-def configs(draw: st.DrawFn) -> HistoryConfig:
+def configs(draw: st.DrawFn) -> tuple[HistoryConfig, int]:
     min_match = draw(st.integers(1, 3))
     max_match = min_match + draw(st.sampled_from([0, 1, 2, 5, 12]))
-    return HistoryConfig(min_match=min_match, max_match=max_match, max_matches=draw(st.integers(1, 12)))
+    return HistoryConfig(min_match=min_match, max_match=max_match), draw(st.integers(1, 12))
 
 
 class Both:
     """The C++ index and its twin, changed alike."""
 
-    def __init__(self, config: HistoryConfig) -> None:
+    def __init__(self, config: HistoryConfig, max_matches: int = MAX_MATCHES) -> None:
         c = config
-        self.index = _core.HistoryIndex(min_match=c.min_match, max_match=c.max_match, max_matches=c.max_matches)
-        self.naive = NaiveHistory(config)
+        self.index = _core.HistoryIndex(min_match=c.min_match, max_match=c.max_match, max_matches=max_matches)
+        self.naive = NaiveHistory(config, max_matches)
         self.docs: list[int] = []
         self.texts: dict[int, list[int]] = {}
 
@@ -144,7 +144,7 @@ def test_a_prompt_goes_with_the_last_answer_behind_it_and_gives_its_memory_back(
 @settings(max_examples=300)
 @given(configs(), st.lists(CHANGES, max_size=14), BOUNDS, st.sampled_from([(), (0,), (1,), (0, 2)]))
 def test_a_draft_equals_the_naive_twins_whatever_happened_to_the_text(config, changes, bounds, ends) -> None:
-    both = Both(config)
+    both = Both(*config)
     both.set_prompt([1, 0, 1, 1])
     both.add([1, 0, 1, 1, 0, 1, 0, 0, 1, 2, 1, 0, 1], 256, 0)
     both.add([1, 0, 1, 0, 0, 1, 1, 0, 1, 2, 2, 0], 128, 1)
@@ -162,7 +162,7 @@ def test_a_draft_equals_the_naive_twins_whatever_happened_to_the_text(config, ch
 
 @given(configs(), st.lists(CHANGES, max_size=8), st.integers(1, 30), st.integers(1, 12))
 def test_a_smaller_draft_is_a_prefix_of_a_larger_one(config, changes, max_nodes, max_depth) -> None:
-    both = Both(config)
+    both = Both(*config)
     both.add([1, 0, 1, 1, 0, 1, 0, 0, 1], 256, 0)
     for change in changes:
         both.change(*change)
@@ -176,7 +176,7 @@ def test_a_batch_is_its_single_drafts_one_after_the_other() -> None:
     rng = np.random.default_rng(3)
     asks = []
     for _ in range(7):
-        both = Both(HistoryConfig(min_match=1, max_match=5, max_matches=9))
+        both = Both(HistoryConfig(min_match=1, max_match=5), 9)
         both.set_prompt(rng.integers(0, 4, 70).tolist())
         for epoch in (0, 0, 1, 1, 1):
             both.add(rng.integers(0, 4, rng.integers(0, 200)).tolist(), 256, epoch)

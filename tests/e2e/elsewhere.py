@@ -12,7 +12,7 @@ from vllm.sampling_params import RequestOutputKind
 from tests.e2e.identity.cases import Case
 from vllm_specrollout.cluster.child import WarmDrafter
 from vllm_specrollout.cluster.link import Link
-from vllm_specrollout.cluster.messages import Drafted, Hello, Message, Told, ints, longs
+from vllm_specrollout.cluster.messages import DraftUpdate, Hello, Message, VerifierUpdate, ints, longs
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.trees.build import depths
 
@@ -66,7 +66,7 @@ class Overheard:
         link._mail = self
 
     def send(self, message: Message) -> bool:
-        if isinstance(message, Told):
+        if isinstance(message, VerifierUpdate):
             for opened in message.opened:
                 self.told[opened.handle] = len(ints(opened.token_ids))
             for handle, count in zip(longs(message.handles).tolist(), ints(message.counts).tolist(), strict=True):
@@ -81,7 +81,7 @@ class Overheard:
             if isinstance(message, Hello):
                 # it was begun anew, and knows of no request
                 self.told.clear()
-            if isinstance(message, Drafted):
+            if isinstance(message, DraftUpdate):
                 starts, parents = ints(message.node_start).tolist(), ints(message.parents)
                 for i, handle in enumerate(longs(message.handles).tolist()):
                     levels = depths(parents[starts[i] : starts[i + 1]]).max(initial=0)

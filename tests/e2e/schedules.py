@@ -18,7 +18,7 @@ from vllm.v1.core.sched.interface import PauseState
 from tests.e2e.identity.engines import Engine
 from vllm_specrollout import resumed
 from vllm_specrollout.history.problems import prompt_hash
-from vllm_specrollout.types import FinishedRequest
+from vllm_specrollout.types import Answer
 
 WEIGHTS = range(3)
 
@@ -71,14 +71,14 @@ class Trainer:
         self._version: int = ours.runner.weights_version.number
         # by request: its problem, and the version that it was last computed with
         self._attributed: dict[str, tuple[str, int]] = {}
-        self._told: dict[str, FinishedRequest] = {}
+        self._told: dict[str, Answer] = {}
         ours.llm.collective_rpc("write_in_place", args=(0,))
         ours.llm.generate([{"prompt_token_ids": [5, 6]}], SamplingParams(max_tokens=1), use_tqdm=False)
         self._version = ours.runner.weights_version.number
         drafter = ours.runner.spec_rollout.drafters[0]
         finish = type(drafter).finish
 
-        def finishing(ending: FinishedRequest) -> None:
+        def finishing(ending: Answer) -> None:
             self._told[ending.name] = ending
             finish(drafter, ending)
 

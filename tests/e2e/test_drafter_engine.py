@@ -17,13 +17,13 @@ from tests.e2e.identity.engines import engine, model
 from tests.e2e.short_context import with_context
 from vllm_specrollout.cluster.messages import (
     VERSION,
-    Drafted,
+    DraftUpdate,
     Hello,
     Message,
     Opened,
     Rest,
     Sampling,
-    Told,
+    VerifierUpdate,
     ints,
     longs,
 )
@@ -78,7 +78,7 @@ class Desk:
         counts = np.array([len(tokens) for tokens in new.values()], np.int32)
         tokens = np.array([token for own in new.values() for token in own], np.int32)
         gone, own = np.array(list(closed), np.int64).tobytes(), (handles.tobytes(), counts.tobytes(), tokens.tobytes())
-        self.say(Told(self.fan_out, opened, gone, *own, 4))
+        self.say(VerifierUpdate(self.fan_out, opened, gone, *own, 4))
 
     def tree(self, handle: int, turns: int = 24) -> tuple[int, list[tuple[int, int, int, float]]]:
         """The newest within some turns: tokens before it, and (token, parent, rank, log_q) of each node."""
@@ -87,7 +87,7 @@ class Desk:
             self.serving.turn()
         found = (0, [])
         for message in self.letters.sent:
-            if isinstance(message, Drafted):
+            if isinstance(message, DraftUpdate):
                 starts = ints(message.node_start).tolist()
                 for i, own in enumerate(longs(message.handles).tolist()):
                     if own == handle:
@@ -248,7 +248,7 @@ def test_more_requests_than_there_are_places_share_them_out(desk: Desk, made: Dr
         desk.serving.turn()
         assert len(desk.serving._asked) <= made.max_requests == 8
     told_of = {
-        handle for message in desk.letters.sent if isinstance(message, Drafted) for handle in longs(message.handles)
+        handle for message in desk.letters.sent if isinstance(message, DraftUpdate) for handle in longs(message.handles)
     }
     assert told_of == set(range(1, 13)), "all are drafted for, in turns"
 
@@ -266,7 +266,7 @@ def test_what_the_drafter_cannot_follow_goes_on_without_its_drafts(desk: Desk, m
 
 def test_an_engine_that_is_not_known_is_greeted_and_nothing_is_drafted_for_it(desk: Desk) -> None:
     desk.letters.sent.clear()
-    desk.letters.coming.append((b"stranger", Told(4, (opened(1, PROMPT),), b"", b"", b"", b"", 4)))
+    desk.letters.coming.append((b"stranger", VerifierUpdate(4, (opened(1, PROMPT),), b"", b"", b"", b"", 4)))
     desk.serving.turn()
     assert not desk.serving.targets[b"stranger"].lines
     assert any(isinstance(message, Hello) for message in desk.letters.sent)

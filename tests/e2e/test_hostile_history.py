@@ -14,15 +14,14 @@ from tests.e2e.identity.cases import Case, cases
 from tests.e2e.identity.compare import run
 from tests.e2e.identity.engines import engine, model
 from tests.unit.history.poisoned import poison
-from vllm_specrollout.history.answers import Answer
-from vllm_specrollout.types import FinishReason
+from vllm_specrollout.types import Answer, FinishReason
 
 VOCAB = 400
 ROOM = {"max_model_len": 128, "max_num_seqs": 8, "block_size": 32}
 FEATURES = ("greedy", "temperature 1", "top_k and top_p", "stop tokens", "n 3")
 TOKENS = np.arange(9, dtype=np.int32)
 # what no model that is served here could answer
-ELSEWHERE = Answer("first", "good", 0, 0, FinishReason.FINISHED, TOKENS + (1 << 20), TOKENS)
+ELSEWHERE = Answer("good", "first", TOKENS, TOKENS + (1 << 20), FinishReason.FINISHED, 0)
 
 
 def _tokens(outputs: list) -> list[list[list[int]]]:

@@ -17,7 +17,7 @@ from tests.e2e.identity.engines import Engine, engine, model
 from tests.e2e.schedules import Trainer
 from vllm_specrollout import resumed
 from vllm_specrollout.history.problems import prompt_hash
-from vllm_specrollout.types import FinishedRequest
+from vllm_specrollout.types import Answer
 
 SCHEDULES = 200
 PROMPTS = [[9 + i, 40, 41, 42, 9 + i, 40, 41, 42, 9 + i] for i in range(4)]
@@ -41,13 +41,13 @@ def call(ours: Engine, name: str, *args: Any) -> Any:
     return ours.llm.collective_rpc(name, args=args)[0]
 
 
-def endings(ours: Engine) -> list[FinishedRequest]:
+def endings(ours: Engine) -> list[Answer]:
     """What drafters are told from now on."""
-    found: list[FinishedRequest] = []
+    found: list[Answer] = []
     drafter = ours.runner.spec_rollout.drafters[0]
     finish = type(drafter).finish
 
-    def finishing(ending: FinishedRequest) -> None:
+    def finishing(ending: Answer) -> None:
         found.append(ending)
         finish(drafter, ending)
 

@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 from vllm import SamplingParams
 
 from tests.e2e.identity.engines import Engine, engine, model
-from vllm_specrollout.types import FinishedRequest, FinishReason
+from vllm_specrollout.types import Answer, FinishReason
 
 # problem -> tokens of its answers
 _LENGTHS = {"short": 4, "middle": 12, "long": 40}
@@ -98,7 +98,7 @@ _STATUS = {"stop": FinishReason.FINISHED, "length": FinishReason.TRUNCATED}
 def test_an_answer_that_ends_at_a_stop_string_is_one_and_a_request_taken_back_is_none(
     ours: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: dict[str, FinishedRequest] = {}
+    told: dict[str, Answer] = {}
     monkeypatch.setattr(ours.runner.spec_rollout, "finish", lambda one: told.update({one.problem_id: one}))
     scheduler: Any = ours.llm.llm_engine.engine_core.engine_core.scheduler
     known, drafted = scheduler._queue._lengths.num_known, ours.runner.stats.drafted

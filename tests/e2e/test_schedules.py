@@ -21,7 +21,7 @@ from vllm_specrollout.bench.policy.random_model import make_random_model
 
 from tests.e2e.identity.engines import Engine, engine
 from vllm_specrollout import resumed
-from vllm_specrollout.history.answers import Answer
+from vllm_specrollout.types import Answer
 
 PROMPTS = {"a": [3, 87, 261, 308, 18, 4], "b": [3, 90, 120, 7, 4], "c": [5, 6, 7, 8]}
 FEATURES: tuple[dict[str, Any], ...] = (

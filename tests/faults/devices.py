@@ -29,11 +29,9 @@ from vllm_specrollout.trees.batch import token_lists
 from vllm_specrollout.types import DraftMode, TreeBatch, empty_trees
 from vllm_specrollout.worker.common import Stats
 from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting
-from vllm_specrollout.worker.request import Desk, RequestBook
-from vllm_specrollout.worker.v1.runner import NOBODY, SpecRolloutV1
-from vllm_specrollout.worker.v1.runner import StepState as StepStateV1
+from vllm_specrollout.worker.request import Admissions, RequestBook
+from vllm_specrollout.worker.v1.runner import NOBODY, SpecRolloutV1, V1Step
 from vllm_specrollout.worker.v2.device_drafts import Bystander, DeviceDrafts
-from vllm_specrollout.worker.v2.device_times import DeviceTimes
 from vllm_specrollout.worker.v2.host import Host
 from vllm_specrollout.worker.v2.host import StepState as StepStateV2
 from vllm_specrollout.worker.v2.inputs import TreeInputs
@@ -245,7 +243,7 @@ class RunnerV1(SpecRolloutV1, StockV1):
         self.weights_version = self.drafting.weights_version
         self.book = RequestBook(DraftMode.TREE, lambda generator: None, self.drafting.admit)
         self.shape, self.max_model_len = (DraftMode.TREE, ""), MOST_TOKENS
-        self.step, self._planned, self._timing = StepStateV1(0, 0.0, 0), NO_DRAFTS, None
+        self.step, self._planned, self._timing = V1Step(0, 0.0, 0), NO_DRAFTS, None
         self._undrafted = NOBODY
         self.model_drafter = self.speculative_config = self.execute_model_state = None
         self.requests: dict[str, Any] = {}
@@ -442,13 +440,13 @@ class RunnerV2(Lane, StockV2):
         history: Any, clock: Any, event: Any, seed: int,
     ) -> None:  # fmt: skip
         self.device_, self.spec_rollout, self.metrics, self._history = device, speculator, metrics, history
-        self.max_draft_tokens, self.stats, self.desk = most_drafted, Stats(), Desk(DraftMode.TREE)
+        self.max_draft_tokens, self.stats, self.admissions = most_drafted, Stats(), Admissions(DraftMode.TREE)
         self.spec_config, self.host = SimpleNamespace(max_depth=8), Host(Drafting(speculator), MOST_TOKENS, clock=clock)
         cpu = torch.device("cpu")
-        self.inputs, self.times = TreeInputs(most_requests, MOST_ROWS, cpu), DeviceTimes(cpu)
+        self.inputs = TreeInputs(most_requests, MOST_ROWS, cpu)
         self.req_states = States(most_requests, most_drafted)
         texts, nobody = DeviceTexts(history.texts, cpu), Bystander(most_drafted)
-        self.drafts = DeviceDrafts(nobody, 0, self.req_states, self._told_of, texts, 8, speculator.guard, self.times)
+        self.drafts = DeviceDrafts(nobody, 0, self.req_states, self._told_of, texts, 8, speculator.guard)
         self.drafts.withhold, self.drafts.changed, self.drafts.held = self._withhold, self._changed, self._held
         self._arrived: set[str] = set()
         Spoilt(self, seed)

@@ -43,7 +43,7 @@ from vllm_specrollout.observe.metrics import Metrics
 from vllm_specrollout.replay.recorder import Recorder
 from vllm_specrollout.replay.records import Header
 from vllm_specrollout.speculator import Speculator
-from vllm_specrollout.types import FinishedRequest, RequestView
+from vllm_specrollout.types import Answer, RequestView
 from vllm_specrollout.worker.scheduler import endings_of
 
 KINDS = ("v1", "v2", "v2 ahead")
@@ -92,7 +92,7 @@ class Engine:
         self.device = Device(Cache(self.block_size))
         self.violations: list[str] = []
         self.asked: dict[str, Asked] = {}
-        self.told: dict[str, FinishedRequest] = {}
+        self.told: dict[str, Answer] = {}
         self._expected: dict[str, tuple[list[int], int]] = {}
         self._count = 0
         self._hasher = get_request_block_hasher(self.block_size, sha256)
@@ -136,7 +136,7 @@ class Engine:
         )  # fmt: skip
         finish = self.sound.finish
 
-        def finishing(ending: FinishedRequest) -> None:
+        def finishing(ending: Answer) -> None:
             self._check(ending.request_id not in self.told, f"{ending.request_id} ended twice")
             self.told[ending.request_id] = ending
             finish(ending)
@@ -208,7 +208,7 @@ class Engine:
             return
         self.num_steps += 1
         self.background.let()
-        if self.speculator._asking.debts:
+        if self.speculator._asking.overruns:
             self.seen.add("a drafter was in debt")
         deferred = None
         if self.scheduler.has_requests():

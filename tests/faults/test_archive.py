@@ -35,7 +35,7 @@ import json, sys, time
 import numpy as np
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.drafters.history import HistoryDrafter
-from vllm_specrollout.types import FinishedRequest, FinishReason, RequestView
+from vllm_specrollout.types import Answer, FinishReason, RequestView
 folder, url, node = sys.argv[1], sys.argv[2], int(sys.argv[3])
 drafter = HistoryDrafter(HistoryConfig(dir=folder, url=url, run="kills"))
 for line in sys.stdin:
@@ -45,7 +45,7 @@ for line in sys.stdin:
     tokens = rng.integers(0, 5000, 120).astype(np.int32)
     view = RequestView(name, tokens[:20], 20, 1000, problem_id=problem, name=name)
     drafter.admit(view)
-    drafter.finish(FinishedRequest(name, problem, tokens[:20], tokens[20:], FinishReason.FINISHED, 0, name))
+    drafter.finish(Answer(name, problem, tokens[:20], tokens[20:], FinishReason.FINISHED, 0, name))
     drafter.forget(name)
     # what it says is kept, it has counted as written
     while drafter.store.stats().waiting:

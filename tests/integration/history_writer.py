@@ -11,9 +11,8 @@ import sys
 import numpy as np
 
 from vllm_specrollout.config.drafters import HistoryConfig
-from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.store import HistoryStore
-from vllm_specrollout.types import FinishReason
+from vllm_specrollout.types import Answer, FinishReason
 
 
 def answer_of(number: int) -> Answer:
@@ -21,7 +20,7 @@ def answer_of(number: int) -> Answer:
     rng = np.random.default_rng(number)
     count = 20_000 if number % 5 == 4 else int(rng.integers(0, 200))
     tokens = rng.integers(0, 150_000, count).astype(np.int32)
-    return Answer(f"problem-{number % 7}", str(number), 0, number, FinishReason.FINISHED, tokens, tokens[:9])
+    return Answer(str(number), f"problem-{number % 7}", tokens[:9], tokens, FinishReason.FINISHED, number)
 
 
 def write_until_killed(seed: int, folder: str) -> None:

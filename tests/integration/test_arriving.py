@@ -19,7 +19,7 @@ from vllm_specrollout.config import envs
 from vllm_specrollout.history.problems import Attribution, prompt_hash
 from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.arriving import Arrivals, attribution_of, is_unseeded, signed
-from vllm_specrollout.worker.request import Desk
+from vllm_specrollout.worker.request import Admissions
 
 PROMPT = [5, 6, 7, 8]
 
@@ -69,7 +69,7 @@ def test_a_seed_that_is_no_signed_number_is_the_same_64_bits_and_the_same_noise(
 
 
 def test_a_session_is_known_and_drafted_for_where_its_parts_are_admitted_anew() -> None:
-    door, desk = arrivals(), Desk(DraftMode.TREE)
+    door, admissions = arrivals(), Admissions(DraftMode.TREE)
     repeats = RepetitionDetectionParams(max_pattern_size=4, min_pattern_size=1, min_count=3)
     session, plain = request("a", params(seed=1), resumable=True), request("b", params(seed=1))
     looping = request("c", params(seed=1, repetition_detection=repeats), resumable=True)
@@ -77,15 +77,15 @@ def test_a_session_is_known_and_drafted_for_where_its_parts_are_admitted_anew() 
         door.add(one)
 
     def shape(one: Request, **runner: bool) -> DraftMode:
-        return desk.admit(one.sampling_params, PROMPT, has_prompt_embeds=False, **runner).shape
+        return admissions.admit(one.sampling_params, PROMPT, has_prompt_embeds=False, **runner).shape
 
     assert [shape(one) for one in (session, plain, looping)] == [DraftMode.TREE, DraftMode.TREE, DraftMode.OFF]
     assert [shape(one, drafts_sessions=False) for one in (session, plain)] == [DraftMode.OFF, DraftMode.TREE]
-    assert list(desk.reasons()) == ["a part of a streaming-input session may end amid a draft"]
+    assert list(admissions.reasons()) == ["a part of a streaming-input session may end amid a draft"]
 
 
 def test_the_workers_read_the_problem_that_the_scheduler_found() -> None:
-    door, desk = arrivals(), Desk(DraftMode.TREE)
+    door, admissions = arrivals(), Admissions(DraftMode.TREE)
     first = request("a", params(seed=1, extra_args={"mine": 1}))
     assert door.add(first) == Attribution(prompt_hash(PROMPT))
     first.append_output_token_ids([11, 12, 13])
@@ -93,10 +93,10 @@ def test_the_workers_read_the_problem_that_the_scheduler_found() -> None:
     again = request("b", params(seed=1), [*PROMPT, 11, 12])
     assert door.add(again) == attribution_of(again.sampling_params) == Attribution(prompt_hash(PROMPT), True)
     assert first.sampling_params.extra_args["mine"] == 1
-    admission = desk.admit(again.sampling_params, again.prompt_token_ids, has_prompt_embeds=False)
+    admission = admissions.admit(again.sampling_params, again.prompt_token_ids, has_prompt_embeds=False)
     assert (admission.problem_id, admission.continues) == (prompt_hash(PROMPT), True)
     # what came past our scheduler is judged by its prompt
-    admission = desk.admit(params(), [*PROMPT, 11, 12], has_prompt_embeds=False)
+    admission = admissions.admit(params(), [*PROMPT, 11, 12], has_prompt_embeds=False)
     assert (admission.problem_id, admission.continues) == (prompt_hash([*PROMPT, 11, 12]), False)
 
 

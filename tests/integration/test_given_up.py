@@ -22,7 +22,7 @@ from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.drafters.ngram import NgramDrafter
 from vllm_specrollout.observe.guard import Guard
 from vllm_specrollout.speculator import Speculator
-from vllm_specrollout.types import FinishedRequest, FinishReason, RequestView
+from vllm_specrollout.types import Answer, FinishReason, RequestView
 from vllm_specrollout.worker import calls
 from vllm_specrollout.worker.calls import TrainerMixin
 
@@ -33,9 +33,9 @@ def worker_of(speculator: Speculator) -> Any:
     return worker
 
 
-def ending(name: str) -> FinishedRequest:
+def ending(name: str) -> Answer:
     tokens = np.arange(8, dtype=np.int32)
-    return FinishedRequest(name, "p", tokens[:2], tokens, FinishReason.FINISHED)
+    return Answer(name, "p", tokens[:2], tokens, FinishReason.FINISHED)
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ class _Stops:
 class _Worker(TrainerMixin, _Stops):  # type: ignore[misc]
     """Ours over it."""
 
-    def __init__(self, speculator: Speculator, unfinished: list[FinishedRequest], remote: Any = None) -> None:
+    def __init__(self, speculator: Speculator, unfinished: list[Answer], remote: Any = None) -> None:
         self.model_runner = SimpleNamespace(spec_rollout=speculator, unfinished=lambda: unfinished, remote=remote)
 
 

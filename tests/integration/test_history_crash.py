@@ -76,7 +76,7 @@ def test_no_written_answer_is_lost_when_engines_are_killed_and_who_reads_meanwhi
         for answer in answers_of(path):
             wanted = history_writer.answer_of(int(answer.request_id))
             assert answer.problem_id == wanted.problem_id and np.array_equal(answer.token_ids, wanted.token_ids)
-            assert np.array_equal(answer.prompt_tail, wanted.prompt_tail) and answer.reward in (None, 1.0)
+            assert np.array_equal(answer.prompt_ids, wanted.prompt_ids) and answer.reward in (None, 1.0)
         # no killed engine keeps its file from the next one
         assert {one.name.split(".")[0] for one in folder.iterdir()} <= {"answers-0000", "node"}
     writers.close()

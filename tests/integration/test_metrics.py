@@ -65,12 +65,11 @@ def test_metrics_agree_with_the_worker_and_with_vllms_own(model, off, in_one_pro
     assert total(on, ours + "verified_nodes_total", source="ngram", engine="0") == stats["drafted"]
     assert total(on, ours + "accepted_nodes_total", source="ngram") == stats["accepted"]
     assert total(on, ours + "drafted_nodes_total") >= stats["drafted"]
-    assert total(on, ours + "tree_nodes_sum") == stats["drafted"]
     assert total(on, "vllm:spec_decode_num_draft_tokens_total") == stats["drafted"]
-    assert total(on, "vllm:spec_decode_num_drafts_total") == total(on, ours + "tree_nodes_count")
+    assert total(on, "vllm:spec_decode_num_drafts_total") > 0
     assert total(on, "vllm:spec_decode_num_accepted_tokens_total") == stats["accepted"]
     assert total(on, ours + "decisions_total", choice="on", reason="fixed") > 0
-    assert total(on, ours + "is_on") == 1 and total(on, ours + "switches_total") == 0
+    assert total(on, ours + "is_on") == 1
 
 
 def test_switched_off_there_is_nothing_of_ours(off):

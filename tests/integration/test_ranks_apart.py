@@ -42,7 +42,6 @@ from vllm_specrollout.worker.models.drafter import Ranks
 from vllm_specrollout.worker.request import Admission
 from vllm_specrollout.worker.scheduler import DraftReport, SpecRolloutOutput
 from vllm_specrollout.worker.v2.device_drafts import LINE, Bystander, DeviceDrafts
-from vllm_specrollout.worker.v2.device_times import DeviceTimes
 from vllm_specrollout.worker.v2.host import Host, HostRequest, InFlight, StepState
 from vllm_specrollout.worker.v2.lane import Lane
 from vllm_specrollout.worker.v2.runner import SpecRolloutV2
@@ -300,12 +299,10 @@ def test_on_v2_a_verdict_that_the_first_rank_withholds_is_withheld_on_all_of_the
 def _drafting_runner(width: int) -> Any:
     """A rank in a step with drafts."""
     runner: Any = object.__new__(SpecRolloutV2)
-    runner.req_states, runner.times = States(2, width), DeviceTimes(torch.device("cpu"))
+    runner.req_states = States(2, width)
     told = Told(-1, (), np.zeros(0, np.int32), width, True)
     guard = Guard(is_strict=True)
-    runner.drafts = DeviceDrafts(
-        Bystander(width), 0, runner.req_states, lambda name: told, None, width, guard, runner.times
-    )
+    runner.drafts = DeviceDrafts(Bystander(width), 0, runner.req_states, lambda name: told, None, width, guard)
     runner.drafts.looks_up, runner.drafts.changed = False, lambda: runner.req_states.req_id_to_index
     runner.step, runner.inputs = StepState(has_drafts=True), SimpleNamespace(has_branches=False)
     runner.model = SimpleNamespace(compute_logits=lambda hidden: hidden)

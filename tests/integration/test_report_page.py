@@ -89,6 +89,8 @@ def test_the_page_of_a_real_rollout_shows_its_figures(tab: browser.Tab, real: Pa
     assert f"{tokens:,} tokens" in cards
     assert all(num_colours(tab, name) > 2 for name in ("running", "speed", "why", "bars", "axis"))
     assert all(name in text_of(tab, "#drafters") for name in trace.header.drafters)
+    contexts = text_of(tab, "#contexts").splitlines()
+    assert "context" in contexts[0] and len(contexts) > 2 and all(" to " in line for line in contexts[1:])
     pictured(tab, "real")
 
 

@@ -22,7 +22,6 @@ from vllm_specrollout.worker.v2.device_drafts import (
     Bystander,
     DeviceDrafts,
 )
-from vllm_specrollout.worker.v2.device_times import DeviceTimes
 from vllm_specrollout.worker.v2.told import NOBODY, SIBLINGS, Told
 
 WIDTH = 4
@@ -39,8 +38,8 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> DeviceDrafts:
         states.add(name)
         states.tell(name, [1, 2, 3])
     told = {name: Told(-1, (), np.int32([9]), WIDTH, True) for name in ("a", "b")}
-    guard, times = Guard(is_strict=True), DeviceTimes(states.device)
-    made = DeviceDrafts(Bystander(WIDTH), 0, states, lambda name: told[name], None, 4, guard, times)
+    guard = Guard(is_strict=True)
+    made = DeviceDrafts(Bystander(WIDTH), 0, states, lambda name: told[name], None, 4, guard)
     made.known, made.looks_up = told, False
     # whatever has changed
     made.changed = lambda: told

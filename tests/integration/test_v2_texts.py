@@ -12,10 +12,9 @@ pytest.importorskip("vllm")
 import torch
 
 from vllm_specrollout.config.drafters import HistoryConfig
-from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.history.texts import Texts
-from vllm_specrollout.types import FinishReason
+from vllm_specrollout.types import Answer, FinishReason
 from vllm_specrollout.worker.v2.texts import DeviceTexts
 
 
@@ -30,7 +29,7 @@ def test_the_device_holds_what_is_planned_within_its_share_of_memory() -> None:
     plan.want("p")
     for number in range(40):
         prompt, answer = (rng.integers(1, 1000, size).astype(np.int32) for size in (50, 20_000))
-        plan.add(store.append(Answer("p", str(number), 0, 0, FinishReason.FINISHED, answer, prompt)))
+        plan.add(store.append(Answer(str(number), "p", prompt, answer, FinishReason.FINISHED, 0)))
         there.apply()
         if stream is not None:
             stream.synchronize()

@@ -20,7 +20,7 @@ MAPPED = {"kernels": "kernels", "patches": "patches", "bench": "bench", "package
 POLICY = ROOT / "packages" / "policy"
 # for readers, and for a machine that has the checkout
 UNREAD = (".md", ".sh", ".so")
-RECIPE = ("__main__", "habit", "train")
+RECIPE = ("__main__", "train")
 WEIGHTS = ("checkpoint", "draft", "head")
 CHECKOUT_ONLY = (
     *("bench/soak/", "bench/studies/", *(f"bench/policy/{name}.py" for name in RECIPE)),

@@ -133,10 +133,6 @@ def test_a_number_of_blocks_the_user_gave_is_meant_in_vllms_blocks(make):
     assert ours == stock
 
 
-def test_the_configured_block_size_is_used_when_the_user_gave_none(make):
-    assert make(spec_rollout={"block_size": 128}).create_engine_config().cache_config.block_size == 128
-
-
 def test_the_users_other_additional_config_stays(make):
     given = {"other": 1, "spec_rollout": True}
     config = make(additional_config=given).create_engine_config()

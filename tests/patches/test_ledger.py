@@ -31,7 +31,7 @@ OURS = {
         "link.window",
         "runner.metrics.total",
         "runner.shape",
-        "runner.desk",
+        "runner.admissions",
         "runner.self_check",
         "runner.verifier",
         "runner.mover",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from vllm_specrollout.history.answers import Answer
+from vllm_specrollout.types import Answer
 
 
 class NaiveStore:

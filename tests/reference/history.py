@@ -39,7 +39,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_specrollout.config.drafters import HistoryConfig, NgramConfig
+from vllm_specrollout.config.drafters import MAX_MATCHES, HistoryConfig, NgramConfig
 from vllm_specrollout.trees.build import order, select
 from vllm_specrollout.types import EMPTY_TREE, ROOT, DraftTree
 
@@ -104,8 +104,8 @@ class Match(NamedTuple):
 class NaiveHistory:
     """One problem's text, with the interface of `_core.HistoryIndex`."""
 
-    def __init__(self, config: HistoryConfig | NgramConfig) -> None:
-        self._config = config
+    def __init__(self, config: HistoryConfig | NgramConfig, max_matches: int = MAX_MATCHES) -> None:
+        self._config, self._max_matches = config, max_matches
         self.documents: dict[int, Document] = {}
         self._prompts: dict[tuple[int, ...], Document] = {}
         self._prompt: tuple[int, ...] = ()
@@ -205,13 +205,13 @@ class NaiveHistory:
         found: list[Match] = []
         for which in range(len(lengths) - 1, -1, -1):
             longer = lengths[which + 1] if which + 1 < len(lengths) else math.inf
-            looked_at = [n for n in range(len(places)) if shared[n] >= lengths[which]][: self._config.max_matches]
+            looked_at = [n for n in range(len(places)) if shared[n] >= lengths[which]][: self._max_matches]
             for n in looked_at:
                 _, document, i = places[n]
                 is_sibling = document is not asker and document.epoch is not None and document.epoch == asker.epoch
                 if document.weight > 0 and (siblings or not is_sibling) and shared[n] < longer:
                     found.append(Match(shared[n], document.weight, document.tokens[i:]))
-            if len(found) >= min(ENOUGH, self._config.max_matches):
+            if len(found) >= min(ENOUGH, self._max_matches):
                 break
         return sorted(found, key=lambda match: -match.shared)
 

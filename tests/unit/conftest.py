@@ -6,8 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from vllm_specrollout.history.answers import Answer
-from vllm_specrollout.types import FinishReason
+from vllm_specrollout.types import Answer, FinishReason
 
 
 @pytest.fixture
@@ -21,7 +20,7 @@ def make_answer() -> Callable[..., Answer]:
             "weights_version": epoch,
             "status": FinishReason.FINISHED,
             "token_ids": rng.integers(0, 5000, count).astype(np.int32),
-            "prompt_tail": np.arange(5, dtype=np.int32),
+            "prompt_ids": np.arange(5, dtype=np.int32),
         }
         return Answer(**(fields | changes))
 
@@ -38,7 +37,7 @@ def same() -> Callable[[Answer, Answer], bool]:
         return (
             plain
             and np.array_equal(one.token_ids, other.token_ids)
-            and np.array_equal(one.prompt_tail, other.prompt_tail)
+            and np.array_equal(one.prompt_ids, other.prompt_ids)
         )
 
     return check

@@ -16,7 +16,13 @@ def generator():
 
 def test_the_reference_pages_are_those_the_code_would_write(generator):
     for name, text in generator.pages().items():
-        assert GENERATOR.with_name(name).read_text(encoding="utf-8") == text, "run `make docs`"
+        assert (GENERATOR.parent / name).read_text(encoding="utf-8") == text, "run `make docs`"
+
+
+def test_the_map_of_contributors_has_every_folder_of_the_package(generator):
+    package = GENERATOR.parents[2] / "vllm_specrollout"
+    folders = {path.parent.name for path in package.glob("*/__init__.py")} - {"bench", "kernels"}
+    assert folders and all(f"| `{name}/` | " in generator.map_of_folders() for name in folders)
 
 
 def test_every_configuration_key_has_a_meaning(generator):

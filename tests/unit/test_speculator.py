@@ -14,8 +14,8 @@ from vllm_specrollout.observe.guard import Guard
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.types import (
+    Answer,
     DraftLimits,
-    FinishedRequest,
     FinishReason,
     RequestBatch,
     StepRecord,
@@ -24,7 +24,7 @@ from vllm_specrollout.types import (
     empty_trees,
 )
 
-ENDING = FinishedRequest("0", "p", np.zeros(2, np.int32), np.zeros(7, np.int32), FinishReason.FINISHED)
+ENDING = Answer("0", "p", np.zeros(2, np.int32), np.zeros(7, np.int32), FinishReason.FINISHED)
 TIMING = StepTiming(2, 4, 2, 0, 3, 10.0, True)
 
 

@@ -32,10 +32,9 @@ def test_metrics_agree_with_the_worker(tmp_path: Path) -> None:
         run(ours.llm, cases)
         stats = ours.llm.collective_rpc("spec_rollout_stats")[0]
         assert stats["drafted"] > 0
-        assert _total("verified_nodes_total") == _total("tree_nodes_sum") == stats["drafted"]
+        assert _total("verified_nodes_total") == stats["drafted"]
         assert _total("accepted_nodes_total") == stats["accepted"]
         assert _total("drafted_nodes_total") >= stats["drafted"]
-        assert _total("window_tokens_total") >= _total("windows_total") > 0
 
 
 def test_what_the_oracle_drafts_can_be_changed_between_runs(tmp_path: Path) -> None:
@@ -52,4 +51,3 @@ def test_what_the_oracle_drafts_can_be_changed_between_runs(tmp_path: Path) -> N
         assert run(ours.llm, cases)[0].outputs[0].token_ids == answer
         stats = ours.llm.collective_rpc("spec_rollout_stats")[0]
         assert stats["drafted"] == stats["accepted"] > 0
-        assert stats["by_part"].keys() == {"plan"}, "without a device there is no clock of its own"

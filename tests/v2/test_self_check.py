@@ -26,7 +26,7 @@ from tests.v2.models import small_model
 from vllm_specrollout.observe import self_check as record
 from vllm_specrollout.observe.self_check import Record
 from vllm_specrollout.types import DraftMode
-from vllm_specrollout.worker.request import Desk
+from vllm_specrollout.worker.request import Admissions
 from vllm_specrollout.worker.v2 import self_check as module
 from vllm_specrollout.worker.v2.commit import SlotMover
 from vllm_specrollout.worker.v2.inputs import TreeInputs
@@ -59,7 +59,7 @@ def runner(ours: Engine) -> Iterator[Any]:
     """As it was when it had passed."""
     runner = ours.runner
     yield runner
-    runner.shape, runner.desk, runner.verifier.has_kernel = (DraftMode.TREE, ""), Desk(DraftMode.TREE), True
+    runner.shape, runner.admissions, runner.verifier.has_kernel = (DraftMode.TREE, ""), Admissions(DraftMode.TREE), True
     runner.draft_graphs.trees = None
 
 
@@ -91,7 +91,7 @@ def test_an_engine_starts_checked_and_passes_every_part(ours: Engine, own_cache:
 def test_nothing_of_the_check_is_left_in_the_engine(ours: Engine) -> None:
     runner = ours.runner
     assert not runner.req_states.req_id_to_index and not runner.host.num_in_flight
-    assert not runner.desk.reasons() and not runner.stats.steps
+    assert not runner.admissions.reasons() and not runner.stats.steps
     assert all(not cache.any() for cache in runner.kv_caches)
     assert "drafters_alive" in runner.metrics._counts
 
@@ -222,7 +222,7 @@ def test_a_fault_takes_away_what_rests_on_it(
     found = checked(runner, tmp_path)
     assert part in found.failed, found.failed
     assert (runner.shape[0], runner.verifier.has_kernel) == (shape, has_kernel)
-    assert part in runner.shape[1] and runner.desk.model_shape is shape
+    assert part in runner.shape[1] and runner.admissions.model_shape is shape
     assert not list(tmp_path.glob("*.pending")) and not list(tmp_path.glob("*.passed"))
 
 

@@ -40,6 +40,6 @@ def test_a_replayed_trace_keeps_its_tokens_and_stocks_logprobs_with_drafts_accep
         fuzz(ours, answers, 3, 0.9)
         got = run(ours.llm, requests)
         ours.runner.settle()
-        assert ours.runner.stats.accepted > 0 and not ours.runner.desk.reasons()
+        assert ours.runner.stats.accepted > 0 and not ours.runner.admissions.reasons()
     report = compare(requests, truth, got, "float32")
     assert not report.failures, report.failures[:3]

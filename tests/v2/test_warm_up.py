@@ -147,7 +147,7 @@ def test_vllms_own_warm_up_leaves_nothing_behind_and_no_step_with_drafts_compile
     path = small_model(tmp_path, "qwen3", "float32")
     with engine(path, "float32", is_ours=True, spec_rollout={"max_draft_tokens": 8}, **ENGINE) as ours:
         runner = ours.runner
-        assert keys and runner.host.num_in_flight == 0 and not runner.desk.reasons()
+        assert keys and runner.host.num_in_flight == 0 and not runner.admissions.reasons()
         assert dataclasses.asdict(runner.stats) == dataclasses.asdict(Stats()) and not runner.host.limits
         assert not told
         truth = run(ours.llm, requests, enabled=False)

@@ -14,8 +14,8 @@ from typing import Protocol
 import numpy as np
 
 from vllm_specrollout.types import (
+    Answer,
     DraftLimits,
-    FinishedRequest,
     RequestBatch,
     StepPlan,
     StepRecord,
@@ -76,7 +76,7 @@ class Budget(Protocol):
         """A step is over."""
         ...
 
-    def finish(self, ending: FinishedRequest) -> None:
+    def finish(self, ending: Answer) -> None:
         """A request is over."""
         ...
 
@@ -116,7 +116,7 @@ class BaseBudget:
     def observe(self, record: StepRecord) -> None:
         """Nothing to learn."""
 
-    def finish(self, ending: FinishedRequest) -> None:
+    def finish(self, ending: Answer) -> None:
         """Nothing is kept per request."""
 
     def renewed(self, first_source: int, num_sources: int) -> None:

@@ -32,10 +32,6 @@ def make_budget(config: SpecRolloutConfig, *, seed: int = 0) -> Budget:
     """
     limits = (config.max_draft_tokens, config.max_depth)
     match config.budget_options:
-        case budgets.HistoSpecOptions() as given:
-            return HistoSpecBudget(*limits, given)
-        case budgets.DasOptions() as given:
-            return DasBudget(*limits, given)
         case budgets.FastGrpoOptions() as given:
             return FastGrpoBudget(*limits, given)
         case budgets.TltOptions() as given:
@@ -44,9 +40,14 @@ def make_budget(config: SpecRolloutConfig, *, seed: int = 0) -> Budget:
             return SpecActorBudget(*limits, given)
         case budgets.NamedOptions(values=given):
             return cast(Budget, by_name.make("budget", config.budget, Budget, BaseBudget, limits, given))
-    if config.budget == "auto":
-        # imported late: the default learns more, and needs more, than any other
-        from vllm_specrollout.budgets.goodput import GoodputBudget
+    match config.budget:
+        case "auto":
+            # imported late: the default learns more, and needs more, than any other
+            from vllm_specrollout.budgets.goodput import GoodputBudget
 
-        return cast(Budget, GoodputBudget(*limits))
+            return cast(Budget, GoodputBudget(*limits))
+        case "histospec":
+            return HistoSpecBudget(*limits)
+        case "das":
+            return DasBudget(*limits)
     return FixedBudget(*limits) if config.budget == "fixed" else OffBudget()

@@ -13,7 +13,7 @@ Where steps say nothing the table goes on straight, from flat when nothing is kn
 cost infinitely much, so that what is believed of them is tested before it is relied on.
 
 `CostLine` has what a recorded run tells besides: terms per request, tree and token of context, those of asking and of
-prompts, and a line that may bend in the rows (`ROW_KNOTS`).
+prompts, and a line that bends in the rows (`ROW_KNOTS`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from statistics import median
 from typing import Annotated, Any
 
@@ -42,7 +42,7 @@ CHEAP = 0.02
 """Share of a step's time below which asking is worth it whatever it yields."""
 OCTAVES = 32
 """Of how many requests something is done for; more than any engine runs."""
-MOST_OWED = 1024
+MOST_OVERRUN = 1024
 """Steps, at most, after which a drafter that has taken too long is asked again."""
 GROWTH = 4
 """A step may have so many times the rows of the widest one seen, or of its own requests."""
@@ -238,6 +238,10 @@ class Price:
         return octaves[np.minimum(np.frexp(np.arange(num_requests + 1))[1], OCTAVES - 1)]
 
 
+TIME_SHARE = 1.0
+"""Most time that an engine gives each drafter, as a share of what the rest of a step takes."""
+
+
 class Asking:
     """What asking each drafter takes, and who has had more than his share of the time.
 
@@ -253,7 +257,7 @@ class Asking:
         self.prices: defaultdict[str, Price] = defaultdict(Price)
         self.ms = 0.0
         """Of those asked in the step at hand, together: the caller sets it to 0.0 when a step begins."""
-        self.debts: dict[str, float] = {}
+        self.overruns: dict[str, float] = {}
         """Drafter -> milliseconds that it owes; it is not asked as long as it owes any."""
         # decode steps without what drafts took in them
         self._rest = Price()
@@ -269,7 +273,7 @@ class Asking:
         self.ms += self.prices[name].of(num_requests)
         if 0.0 < limit_ms < ms:
             # the step that it was asked in pays its share as well
-            self.debts[name] = min(ms, MOST_OWED * limit_ms)
+            self.overruns[name] = min(ms, MOST_OVERRUN * limit_ms)
 
     def passed(self, timing: StepTiming | None) -> None:
         """A step is over, which pays for itself; None: its time is not known."""
@@ -277,9 +281,9 @@ class Asking:
             self._last_batch = timing.batch
             if timing.is_decode_only and 0.0 < (ms := timing.step_ms - timing.ask_ms) < math.inf:
                 self._rest.spent(timing.batch, ms)
-        if self.debts:
+        if self.overruns:
             paid = self.limit_ms(self._last_batch)
-            self.debts = {name: owed - paid for name, owed in self.debts.items() if owed > paid}
+            self.overruns = {name: owed - paid for name, owed in self.overruns.items() if owed > paid}
 
 
 def _features(timing: StepTiming) -> list[tuple[int, float]]:
@@ -312,17 +316,12 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 Ms = Annotated[float, msgspec.Meta(ge=0.0, le=MOST)]
 COLUMNS = tuple(field.name for field in fields(StepTiming))  # of a timing that is kept; others come behind them
 
-# The terms that are fitted, and what they are pulled to where the run says nothing of them: shares of `fixed`, and how
-# strongly. A straight line has a term per node; one that bends has one per tree, and the slopes of its pieces.
-# 2-core CPU, 150 M parameters, bf16.
-_STRAIGHT = ("fixed", "request", "draft", "node", "branch", "context")
-_STRAIGHT_PRIOR = np.asarray([1.0, 0.03, 0.05, 0.03, 0.02, 0.0])
-_STRAIGHT_PULL = np.diag([0.01, 1.0, 1.0, 10.0, 10.0, 1000.0])  # in steps of one unit each
-_BENT = ("fixed", "request", "draft", "tree", "branch", "context")
-_BENT_PRIOR = np.asarray([1.0, 0.003, 0.02, 0.003, 0.015, 2e-6, *[0.027] * len(ROW_KNOTS)])
-_BENT_SPREAD = np.asarray([0.5, 0.01, 0.3, 0.01, 0.02, 1e-5, *[0.16] * len(ROW_KNOTS)])
+# The terms that are fitted, before the slopes of the pieces; and what all are pulled to where the run says nothing of
+# them: shares of `fixed`, and standard deviations of that. 2-core CPU, 150 M parameters, bf16.
+_FITTED = ("fixed", "request", "draft", "tree", "branch", "context")
+_PRIOR = np.asarray([1.0, 0.003, 0.02, 0.003, 0.015, 2e-6, *[0.027] * len(ROW_KNOTS)])
+_SPREAD = np.asarray([0.5, 0.01, 0.3, 0.01, 0.02, 1e-5, *[0.16] * len(ROW_KNOTS)])
 _PIECES_BEND = 0.02  # by how much two neighbouring pieces are expected to differ
-_WORTH_BENDING = 0.005  # median relative error that a line that bends must save
 _ROUNDS = 8
 
 
@@ -348,24 +347,6 @@ class Timing(msgspec.Struct, frozen=True, array_like=True):
 
     def step(self) -> StepTiming:
         return StepTiming(*msgspec.structs.astuple(self))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """What one step has to do."""
-
-    # requests, those whose prompts are computed included
-    batch: int
-    nodes: int = 0
-    branches: int = 0
-    # requests with drafts
-    trees: int = 0
-    # tokens in the KV cache, all requests together
-    context: int = 0
-    # rows of prompts
-    prompt_rows: int = 0
-    # requests that drafters were asked for after it
-    asked: int = 0
 
 
 class CostLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -397,41 +378,44 @@ class CostLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
         if len(self.rows) not in (0, len(ROW_KNOTS)):
             raise ValueError(f"a line that bends at {len(self.rows)} places, not at {len(ROW_KNOTS)}")
 
-    def step_ms(self, load: Load) -> float:
-        ms = self.fixed + self.request * load.batch + self.context * load.context
+    def step_ms(self, step: StepTiming, prompt_rows: int = 0, asked: int = 0) -> float:
+        """Args:
+        step: what it has to do; its own time is not looked at.
+        prompt_rows: rows of prompts in it.
+        asked: requests that drafters are asked for after it.
+        """
+        ms = self.fixed + self.request * step.batch + self.context * step.context
         if self.rows:
-            ms += float(np.dot(self.rows, _pieces(load.batch + load.nodes)))
-        if load.nodes:
-            ms += self.draft + self.tree * load.trees + self.node * load.nodes + self.branch * load.branches
-        if load.prompt_rows:
-            ms += self.prompt + self.prompt_row * load.prompt_rows
-        return ms + (self.ask + self.ask_request * load.asked if load.asked else 0.0)
+            ms += float(np.dot(self.rows, _pieces(step.batch + step.nodes)))
+        if step.nodes:
+            ms += self.draft + self.tree * _trees(step) + self.node * step.nodes + self.branch * step.branches
+        if prompt_rows:
+            ms += self.prompt + self.prompt_row * prompt_rows
+        return ms + self.ask_ms(asked)
+
+    def ask_ms(self, asked: int) -> float:
+        """Of asking drafters for so many requests."""
+        return self.ask + self.ask_request * asked if asked else 0.0
 
 
-def load_of(timing: StepTiming) -> Load:
-    """A decode step's work, as far as its timing tells."""
-    trees = timing.trees or min(timing.nodes, timing.batch)
-    return Load(batch=timing.batch, nodes=timing.nodes, branches=timing.branches, trees=trees, context=timing.context)
+def _trees(step: StepTiming) -> int:
+    return step.trees or min(step.nodes, step.batch)
 
 
-def fit_line(loads: Sequence[Load], ms: Floats) -> CostLine:
-    """The line through all steps at once: one that bends in the rows where that fits them better than a straight one.
+def fit_line(steps: Sequence[StepTiming], ms: Floats) -> CostLine:
+    """The line through all decode steps at once. It bends in the rows: a batch of one and a batch with two hundred
+    nodes do not lie on one straight line.
 
-    A batch of one and a batch with two hundred nodes do not lie on one straight line.
+    Args:
+        ms: [steps] what each took without asking drafters.
 
     Raises:
         ArithmeticError, numpy.linalg.LinAlgError: no line fits them.
     """
     with np.errstate(over="raise", invalid="raise"):
-        x = np.asarray([[1, one.batch, one.nodes > 0, one.nodes, one.branches, one.context] for one in loads], float)
-        terms = _fit(x, ms, _STRAIGHT_PRIOR, _STRAIGHT_PULL).tolist()
-        straight = CostLine(**dict(zip(_STRAIGHT, terms, strict=True)))
-        x[:, 3] = [load.trees for load in loads]
-        x = np.hstack([x, [_pieces(load.batch + load.nodes) for load in loads]])[ms > 0.0]
-        terms = _fit(x, ms[ms > 0.0], _BENT_PRIOR, _bent_pull(), is_relative=True).tolist()
-        bent = CostLine(**dict(zip(_BENT, terms[: len(_BENT)], strict=True)), rows=tuple(terms[len(_BENT) :]))
-        saved = _error(straight, loads, ms) - _error(bent, loads, ms)
-        return bent if saved > _WORTH_BENDING else straight
+        x = [[1, s.batch, s.nodes > 0, _trees(s), s.branches, s.context, *_pieces(s.batch + s.nodes)] for s in steps]
+        found = _fit(np.asarray(x, float), ms, _PRIOR, _pull_of_line()).tolist()
+        return CostLine(**dict(zip(_FITTED, found, strict=False)), rows=tuple(found[len(_FITTED) :]))
 
 
 def fit_two(counts: Sequence[int], ms: Sequence[float]) -> tuple[float, float]:
@@ -453,32 +437,26 @@ def non_negative(moments: Floats, products: Floats, first: int = 0) -> Floats:
         moments[worst, worst], products[worst] = 1.0, 0.0
 
 
-def _fit(x: Floats, y: Floats, prior: Floats, pull: Floats, *, is_relative: bool = False) -> Floats:
-    """[T] least squares, in relative error if asked for, with little weight for disturbed steps.
+def _fit(x: Floats, y: Floats, prior: Floats, pull: Floats) -> Floats:
+    """[T] least squares in relative error, with little weight for disturbed steps; 0 where nothing took any time.
 
     Args:
-        x: [N, T] what multiplies the terms.
+        x, y: [N, T], [N] what multiplies the terms, and their sum.
         prior, pull: [T], [T, T] what the terms are pulled to, as shares of their scale, and the precision of that.
     """
-    if is_relative:
-        x, y = x / y[:, None], np.ones(len(y))
-    scale = float(np.median(y / np.maximum(x @ prior, 1e-30 if is_relative else 1e-9)))
-    weights, noise, precision = np.ones(len(y)), _NOISE, pull
+    if not (y > 0.0).any():
+        return np.zeros(len(prior))
+    x = x[y > 0.0] / y[y > 0.0, None]
+    scale = float(np.median(1.0 / np.maximum(x @ prior, 1e-30)))
+    weights, noise = np.ones(len(x)), _NOISE
     for _ in range(_ROUNDS):
-        if is_relative:
-            precision = pull * (noise / scale) ** 2
+        precision = pull * (noise / scale) ** 2
         weighed = (x * weights[:, None]).T
-        terms = non_negative(weighed @ x + precision, weighed @ y + scale * (precision @ prior))
-        off = np.abs(y - x @ terms)
-        bound = 2.0 * noise if is_relative else 3.0 * max(float(np.median(off)), 1e-6)
-        weights = np.minimum(1.0, bound / np.maximum(off, 1e-12))
+        terms = non_negative(weighed @ x + precision, weighed.sum(axis=1) + scale * (precision @ prior))
+        off = np.abs(1.0 - x @ terms)
+        weights = np.minimum(1.0, 2.0 * noise / np.maximum(off, 1e-12))
         noise = max(_NOISE, float(np.sqrt(np.mean(np.minimum(off, 4.0 * noise) ** 2))))
     return terms
-
-
-def _error(line: CostLine, loads: Sequence[Load], ms: Floats) -> float:
-    """Median relative error."""
-    return float(np.median(np.abs(np.asarray([line.step_ms(load) for load in loads]) - ms) / np.maximum(ms, 1e-9)))
 
 
 def _pieces(rows: int) -> Floats:
@@ -488,9 +466,9 @@ def _pieces(rows: int) -> Floats:
     return past
 
 
-def _bent_pull() -> Floats:
-    """[T, T] precision of `_BENT_PRIOR`."""
-    pull = np.diag(1.0 / _BENT_SPREAD**2)
-    for piece in range(len(_BENT), len(pull) - 1):
+def _pull_of_line() -> Floats:
+    """[T, T] precision of `_PRIOR`."""
+    pull = np.diag(1.0 / _SPREAD**2)
+    for piece in range(len(_FITTED), len(pull) - 1):
         pull[piece : piece + 2, piece : piece + 2] += np.asarray([[1.0, -1.0], [-1.0, 1.0]]) / _PIECES_BEND**2
     return pull

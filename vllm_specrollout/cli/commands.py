@@ -13,7 +13,7 @@ import typer.core
 import typer.main
 
 from vllm_specrollout import __version__, patches
-from vllm_specrollout.cli import history, plan, processes, profile, replay, report, status, train_head
+from vllm_specrollout.cli import forecast, history, plan, processes, profile, replay, report, status, train_head
 from vllm_specrollout.config.checks import nearest
 from vllm_specrollout.errors import ConfigError, SpecRolloutError, UnsupportedError
 from vllm_specrollout.patches import supported
@@ -22,6 +22,7 @@ BENCHES = {
     "engine": ("scenarios.decode", "Decode with and without drafts in one run."),
     "rollout": ("scenarios.rollout", "A rollout of the small policy's tasks."),
     "grpo": ("scenarios.grpo", "RL of the small policy, epoch after epoch."),
+    "learn": ("scenarios.learn", "Heads that learn in their engines while the policy moves."),
     "index": ("index.command", "The history index beside arctic-inference's."),
     "sweep": ("scenarios.sweep", "Batches and accuracies: auto, fixed, stock."),
     "curves": ("scenarios.curves", "Recorded answers at growing batches, on a model of any size."),
@@ -220,8 +221,10 @@ for group in (app, dev):
     group.command("patches", hidden=is_hidden, short_help="Names of vLLM's that are rebound, and why.")(list_patches)
 
 
-def lazy_try() -> Any:
-    """The command `try` itself, which comes with the benchmarks' engines."""
+def lazy_try(is_over: bool = False) -> Any:
+    """The command `try` itself, which comes with the benchmarks' engines; of a rollout that is over it needs none."""
+    if is_over:
+        return _as_command("try", forecast.try_from)
     return _as_command("try", _import_bench("try", "vllm_specrollout.bench.scenarios.trial").bench_try)
 
 
@@ -232,7 +235,8 @@ def lazy_try() -> Any:
 )
 def _try(context: typer.Context) -> None:
     """Your model and prompts: stock vLLM and spec rollout, tokens compared, and how fast."""
-    lazy_try()(context.args, prog_name="specrollout try")
+    is_over = any(one.partition("=")[0] == forecast.FLAG for one in context.args)
+    lazy_try(is_over)(context.args, prog_name="specrollout try")
 
 
 app.command("status", short_help="Whether a server's spec rollout pays.")(status.status)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm_specrollout.cluster.ray.group import Answer, GroupError, SpecGroup
+    from vllm_specrollout.cluster.ray.group import GroupAnswer, GroupError, SpecGroup
     from vllm_specrollout.cluster.ray.trainer import lend
 
-__all__ = ["Answer", "GroupError", "SpecGroup", "lend"]
+__all__ = ["GroupAnswer", "GroupError", "SpecGroup", "lend"]
 
 
 def __getattr__(name: str) -> Any:

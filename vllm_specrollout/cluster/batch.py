@@ -35,7 +35,7 @@ class BeginError(GroupError):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class GroupAnswer:
     """What a request came to."""
 
     # its name, for `report_rewards`
@@ -75,7 +75,7 @@ class Open:
     # `LoRARequest`, or its arguments; None: no adapter
     lora: Any = None
     # told its name, and what it came to
-    sink: Callable[[str, Answer | GroupError], None] = lambda request, found: None
+    sink: Callable[[str, GroupAnswer | GroupError], None] = lambda request, found: None
     # that runs it, and its name there, another one for each run; empty: it waits
     engine: str = ""
     key: str = ""
@@ -83,7 +83,7 @@ class Open:
     tokens: array[int] = field(default_factory=lambda: array("i"))
     logprobs: list[float] = field(default_factory=list)
     choices: list[Mapping[int, tuple[float, int]]] = field(default_factory=list)
-    # [k] as in `Answer`
+    # [k] as in `GroupAnswer`
     versions: list[tuple[int, int]] = field(default_factory=list)
     runs: int = 0
     losses: int = 0
@@ -119,11 +119,11 @@ class Open:
             "look at the engines' own messages: the request may be what ends them",
         )
 
-    def end(self, part: Part) -> Answer:
+    def end(self, part: Part) -> GroupAnswer:
         """It is complete, with this part."""
         tokens, logprobs, choices = tuple(self.tokens), tuple(self.logprobs), tuple(self.choices)
         end = part.finish, part.reason, self.engine
-        return Answer(self.key, tokens, logprobs, *end, tuple(self.versions), part.text, choices)
+        return GroupAnswer(self.key, tokens, logprobs, *end, tuple(self.versions), part.text, choices)
 
 
 class RequestChecker:
@@ -141,7 +141,7 @@ class RequestChecker:
         prompts: Sequence[Sequence[int]],
         params: Any,
         lora: Any = None,
-        sink: Callable[[str, Answer | GroupError], None] = lambda request, found: None,
+        sink: Callable[[str, GroupAnswer | GroupError], None] = lambda request, found: None,
     ) -> dict[str, Open]:
         """
         Args:

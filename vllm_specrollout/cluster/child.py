@@ -21,7 +21,7 @@ from typing import Any
 
 from vllm_specrollout.cluster.leftovers import SOCKET, sweep
 from vllm_specrollout.cluster.leftovers import own as name_of
-from vllm_specrollout.cluster.mail import Box
+from vllm_specrollout.cluster.mail import MailClient
 from vllm_specrollout.cluster.messages import VERSION, Hello, Rest
 from vllm_specrollout.config import envs
 from vllm_specrollout.config.devices import Devices, together
@@ -237,7 +237,7 @@ class WarmDrafter:
         """Its present life knows nothing of what was said to the former one."""
         # that life, whether it was told to wake up, and what it said last
         self._life, self._is_woken, self._is_asleep = self.process.pid, False, True
-        self._box = Box(self.process.command.address)
+        self._box = MailClient(self.process.command.address)
         self._box.send(Hello(VERSION, 0))
 
     @property

@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from vllm_specrollout.cluster.batch import Answer, BeginError, GroupError, Open
-from vllm_specrollout.cluster.ladder import Copy, Engine, Prices, Run, decide
+from vllm_specrollout.cluster.batch import BeginError, GroupAnswer, GroupError, Open
+from vllm_specrollout.cluster.ladder import Copy, GroupEngine, GroupPrices, Run, decide
 from vllm_specrollout.cluster.reports import Given, Part, Report, Wanted
 from vllm_specrollout.errors import SpecRolloutError
 from vllm_specrollout.scheduling.lengths import MOST_PROBLEMS, Lengths
@@ -73,7 +73,7 @@ class Driver:
     ) -> None:
         self.counts = dict.fromkeys(("lost", "resubmitted", "moved"), 0)
         """Engines lost, requests that went on elsewhere after that, and requests moved."""
-        self.engines = {name: Engine() for name in engines}
+        self.engines = {name: GroupEngine() for name in engines}
         self.wanted = Wanted()
         self.open: dict[str, Open] = {}
         # in their order
@@ -85,7 +85,7 @@ class Driver:
         """Of answers, by their problems."""
         self.is_held = False
         """While weights arrive, nothing is given to anybody."""
-        self._lines, self._prices, self._clock = lines, Prices(), clock
+        self._lines, self._prices, self._clock = lines, GroupPrices(), clock
         # run -> its request; problem -> engine with its siblings
         self._runs: dict[str, Open] = {}
         self._homes: dict[str, str] = {}
@@ -218,7 +218,7 @@ class Driver:
         for request in requests:
             self._close(self.open[request], error, is_over=is_over)
 
-    def _close(self, own: Open, found: Answer | GroupError, *, is_over: bool = False) -> None:
+    def _close(self, own: Open, found: GroupAnswer | GroupError, *, is_over: bool = False) -> None:
         self._stop(own, is_over=is_over)
         self.waiting.pop(own.request, None)
         del self.open[own.request]
@@ -363,7 +363,7 @@ class Driver:
         self._heard.pop(name, None)
         has_more = one.version is not None
         if has_more:
-            self.engines[name] = Engine()
+            self.engines[name] = GroupEngine()
         else:
             del self.engines[name]
             logger.warning("Spec rollout: %s is gone for good: %s", name, reason)

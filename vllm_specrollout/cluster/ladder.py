@@ -46,7 +46,7 @@ class Copy:
 
 
 @dataclass(slots=True)
-class Engine:
+class GroupEngine:
     """One engine, as last heard of."""
 
     # of its weights; None: it is down, or loads
@@ -92,7 +92,7 @@ class Worker:
     load: int = 0
 
 
-class Prices:
+class GroupPrices:
     """What steps and prefills cost in this group, as it was measured while batches ran."""
 
     # of the mean of what was seen, the part that the newest has
@@ -140,10 +140,10 @@ class Prices:
 
 def decide(
     waiting: Sequence[tuple[str, str]],
-    engines: Mapping[str, Engine],
+    engines: Mapping[str, GroupEngine],
     version: int,
     homes: Mapping[str, str],
-    prices: Prices,
+    prices: GroupPrices,
     forecasts: Mapping[str, float],
     *,
     moves: bool,
@@ -167,13 +167,13 @@ def decide(
     return [*dealt, *_moves(able, idle, prices)]
 
 
-def _room(engine: Engine) -> Room:
+def _room(engine: GroupEngine) -> Room:
     """What it can take, and the tokens that it has to generate yet; those with no forecast count as one a request."""
     places = engine.places - len(engine.running)
     return Room(places, sum(one.left or 1.0 for one in engine.running.values()) if places > 0 else 0.0)
 
 
-def _moves(able: Mapping[str, Engine], idle: Sequence[str], prices: Prices) -> list[Run]:
+def _moves(able: Mapping[str, GroupEngine], idle: Sequence[str], prices: GroupPrices) -> list[Run]:
     """Idle engines take over the half of the fullest ones' requests with the shortest contexts, where that pays."""
     out: list[Run] = []
     sources = sorted((name for name in able if able[name].running), key=lambda name: -len(able[name].running))
@@ -186,7 +186,7 @@ def _moves(able: Mapping[str, Engine], idle: Sequence[str], prices: Prices) -> l
     return out
 
 
-def _pays(running: Mapping[str, Copy], chosen: Sequence[str], prices: Prices) -> bool:
+def _pays(running: Mapping[str, Copy], chosen: Sequence[str], prices: GroupPrices) -> bool:
     """Whether two smaller batches gain more than the prefill of what is moved costs.
 
     Where nothing is known of lengths, an answer is expected to be as long again: they have a long tail.
@@ -199,7 +199,7 @@ def _pays(running: Mapping[str, Copy], chosen: Sequence[str], prices: Prices) ->
     return steps * (whole - max(left, moved)) > fill
 
 
-def lend(engines: Mapping[str, Engine], most: int, busy: Collection[str] = ()) -> list[Attach]:
+def lend(engines: Mapping[str, GroupEngine], most: int, busy: Collection[str] = ()) -> list[Attach]:
     """Idle engines lend their drafters to stragglers of their hosts (Algorithm 3), and take them back for work of their
     own. A drafter draws for any number of engines at once.
 
@@ -208,7 +208,7 @@ def lend(engines: Mapping[str, Engine], most: int, busy: Collection[str] = ()) -
         busy: engines that lend nothing, as they get requests now.
     """
     out: list[Attach] = []
-    hosts: dict[str, dict[str, Engine]] = {}
+    hosts: dict[str, dict[str, GroupEngine]] = {}
     for name, one in engines.items():
         if one.version is not None:
             hosts.setdefault(one.host, {})[name] = one
@@ -279,7 +279,7 @@ def assign(
     return pairs
 
 
-def _changes(able: Mapping[str, Engine], wanted: Mapping[str, Mapping[str, tuple[str, ...]]]) -> list[Attach]:
+def _changes(able: Mapping[str, GroupEngine], wanted: Mapping[str, Mapping[str, tuple[str, ...]]]) -> list[Attach]:
     """From what is attached to what is wanted: who lets go comes first."""
     over, new = [], []
     for name, one in able.items():

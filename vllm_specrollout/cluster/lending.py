@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_specrollout.cluster.ladder import Attach, Copy, Engine, lend
+from vllm_specrollout.cluster.ladder import Attach, Copy, GroupEngine, lend
 from vllm_specrollout.config.checks import check_range
 
 logger = logging.getLogger("vllm.specrollout")
@@ -46,7 +46,7 @@ class _Own:
     # the drafter that it is to begin beside itself, unless it has one; None: none
     warm: Warm | None = None
     # as it said last, and was told since; its version is None while it is left out, and 0 else
-    stands: Engine = field(default_factory=Engine)
+    stands: GroupEngine = field(default_factory=GroupEngine)
     # the call in flight: its method, and when it was made
     call: Future[Sequence[Any]] | asyncio.Future[Sequence[Any]] | None = None
     method: str = ""
@@ -216,7 +216,7 @@ class Lending:
         """How it stands."""
         steps, running, was_out = found["steps"], found["running"], own.stands.version is None
         own.first = {request: own.first.get(request, (tokens, steps)) for request, (_, tokens) in running.items()}
-        own.stands = Engine(
+        own.stands = GroupEngine(
             version=0,
             places=found["places"],
             running={

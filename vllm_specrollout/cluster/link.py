@@ -21,17 +21,17 @@ import numpy.typing as npt
 
 from vllm_specrollout import _core
 from vllm_specrollout.cluster.child import DrafterProcess, DrafterProcessError
-from vllm_specrollout.cluster.mail import Box
+from vllm_specrollout.cluster.mail import MailClient
 from vllm_specrollout.cluster.messages import (
     MOST_BYTES,
     MOST_REQUESTS,
     VERSION,
     Bye,
-    Drafted,
+    DraftUpdate,
     Hello,
     Opened,
     Sampling,
-    Told,
+    VerifierUpdate,
     Work,
 )
 from vllm_specrollout.types import DraftLimits, IntArray, RequestBatch, RequestView, TreeBatch
@@ -115,7 +115,7 @@ class Link:
     def __init__(
         self,
         name: str,
-        mail: Box,
+        mail: MailClient,
         sampling: SamplingOf,
         *,
         window: int,
@@ -186,14 +186,14 @@ class Link:
 
     def receive(self) -> None:
         """Take in what has come; of each request's trees the newest is kept."""
-        last: Drafted | None = None
+        last: DraftUpdate | None = None
         for message in self._mail.receive():
             self._told_at = None
             # a drafter sends whole trees with each pass, several in a step: what brings the same ones again is enough
-            if last is not None and not (isinstance(message, Drafted) and message.handles == last.handles):
+            if last is not None and not (isinstance(message, DraftUpdate) and message.handles == last.handles):
                 self._put(last)
             last = None
-            if isinstance(message, Drafted):
+            if isinstance(message, DraftUpdate):
                 self._note(message)
                 last = message
             elif isinstance(message, Hello):
@@ -301,7 +301,7 @@ class Link:
             return handles
         closed, self._closed = self._closed[:MOST_REQUESTS], self._closed[MOST_REQUESTS:]
         gone = np.array(closed, np.int64).tobytes() if closed else b""
-        if not self._mail.send(Told(self.fan_out, opened, gone, told, counts, tokens, self.window)):
+        if not self._mail.send(VerifierUpdate(self.fan_out, opened, gone, told, counts, tokens, self.window)):
             self._lose()
             return np.zeros_like(handles)
         self.counts.verdicts += len(index)
@@ -350,7 +350,7 @@ class Link:
 
     # --- what it says ------------------------------------------------------------------------------------------------
 
-    def _put(self, own: Drafted) -> None:
+    def _put(self, own: DraftUpdate) -> None:
         counts, index = self.counts, (own.handles, own.positions, own.node_start)
         try:
             counts.trees += self._received.put(
@@ -361,7 +361,7 @@ class Link:
                 logger.warning("Spec rollout: drafts of `%s` are dropped: %s", self.name, error)
             counts.malformed += 1
 
-    def _note(self, message: Drafted) -> None:
+    def _note(self, message: DraftUpdate) -> None:
         """What the drafter did."""
         counts, work, now = self.counts, message.work, self._clock()
         counts.drafted += work.drafted

@@ -1,8 +1,8 @@
 """Mail: messages over ZeroMQ between engines and the drafters that serve them. Nothing here waits but `wait`.
 
-A drafter has an `Office`, at which any number of engines post; an engine has a `Box` there. What is full drops what
-comes, and says so. Between hosts a key protects what is said: whoever serves makes it, in a file that others are given
-(config/keys.py).
+A drafter has a `MailServer`, which any number of engines write to; an engine has a `MailClient` of it. What is full
+drops what comes, and says so. Between hosts a key protects what is said: whoever serves makes it, in a file that others
+are given (config/keys.py).
 
 pyzmq ends a context that nobody holds, and waits for its sockets meanwhile. The garbage collector may take both at
 once, and the context first: then the process waits for ever. So this module holds every context until it is ended.
@@ -157,7 +157,7 @@ class _MailEnd:
         return True
 
 
-class Office(_MailEnd):
+class MailServer(_MailEnd):
     """The end that serves; port 0 is any free one. A key file that is not there is made. Where it is brief, two
     messages of each engine wait to be heard, at most.
 
@@ -219,7 +219,7 @@ class Office(_MailEnd):
             self._file = None
 
 
-class Box(_MailEnd):
+class MailClient(_MailEnd):
     """An engine's end. A drafter that is not there yet, or begun anew, is found whenever it comes. Where it is brief,
     one message is queued at most, and only while the other end is there.
 

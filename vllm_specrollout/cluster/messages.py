@@ -3,9 +3,9 @@
 What belongs here: what is said, and what is wrong with what was said. How it travels is in mail.py. Arrays travel as
 bytes, little-endian, so a message costs the same for one request and for many.
 
-An engine says `Hello`, then `Told` with each step; a drafter answers `Hello`, then says `Drafted` with each pass.
-Either end forgets the other's requests when it hears a `Hello`: it has begun anew. The engine whose memory a drafter
-shares says `Rest`, and hears the same once it is so.
+An engine says `Hello`, then `VerifierUpdate` with each step; a drafter answers `Hello`, then says `DraftUpdate` with
+each pass. Either end forgets the other's requests when it hears a `Hello`: it has begun anew. The engine whose memory a
+drafter shares says `Rest`, and hears the same once it is so.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Opened(Struct, frozen=True, array_like=True, tag="opened"):
     window: _Window
 
 
-class Told(Struct, frozen=True, array_like=True, tag="told"):
+class VerifierUpdate(Struct, frozen=True, array_like=True, tag="told"):
     """An engine, each step: how its requests stand. Those that it says nothing of stand as they did."""
 
     fan_out: _FanOut
@@ -129,7 +129,7 @@ class Work(Struct, frozen=True, array_like=True):
         return Work(busy_ms, passes, streams, self.drafted - other.drafted, self.wasted - other.wasted)
 
 
-class Drafted(Struct, frozen=True, array_like=True, tag="drafted"):
+class DraftUpdate(Struct, frozen=True, array_like=True, tag="drafted"):
     """A drafter, each pass: the whole trees of requests for which there is something new, and the pass's work."""
 
     handles: _EachLong  # [n] int64
@@ -154,7 +154,7 @@ class Rest(Struct, frozen=True, array_like=True, tag="rest"):
     is_asleep: bool
 
 
-Message = Hello | Told | Drafted | Bye | Rest
+Message = Hello | VerifierUpdate | DraftUpdate | Bye | Rest
 _encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Message)
 MOST_BYTES = 8 << 20
 """Of a message: what may be longer is cut into several by whoever sends it."""
@@ -180,13 +180,13 @@ def decode(data: bytes) -> Message:
         message: Message = _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise MessageError(f"{len(data)} bytes are no message: {str(error)[:200]}") from None
-    if isinstance(message, Told):
+    if isinstance(message, VerifierUpdate):
         _check_told(message)
-    # the core looks at the arrays of `Drafted` itself
+    # the core looks at the arrays of `DraftUpdate` itself
     return message
 
 
-def _check_told(told: Told) -> None:
+def _check_told(told: VerifierUpdate) -> None:
     handles, counts = _array(told, "handles", longs), _array(told, "counts", ints)
     _array(told, "closed", longs)
     tokens, each = _array(told, "token_ids", ints), [_array(one, "token_ids", ints) for one in told.opened]
@@ -200,7 +200,7 @@ def _check_told(told: Told) -> None:
         raise MessageError("a message has a token below 0")
 
 
-def _array(message: Told | Opened, name: str, read: Callable[[bytes], _Array]) -> _Array:
+def _array(message: VerifierUpdate | Opened, name: str, read: Callable[[bytes], _Array]) -> _Array:
     try:
         return read(getattr(message, name))
     except ValueError as error:

@@ -15,18 +15,18 @@ from typing import Protocol
 import numpy as np
 
 from vllm_specrollout.cluster.line import Ask, Line, NoiseTrial, Survival, Tree, branches
-from vllm_specrollout.cluster.mail import Office
+from vllm_specrollout.cluster.mail import MailServer
 from vllm_specrollout.cluster.messages import (
     MOST_REQUESTS,
     VERSION,
     Bye,
-    Drafted,
+    DraftUpdate,
     Hello,
     Message,
     Opened,
     Rest,
     Sampling,
-    Told,
+    VerifierUpdate,
     Work,
     ints,
     longs,
@@ -55,7 +55,7 @@ class Grown:
     is_over: bool
 
 
-class Engine(Protocol):
+class DraftEngine(Protocol):
     """An engine that decodes; worker/drafter_engine.py has the real one."""
 
     # folder or name; and what it runs on
@@ -104,8 +104,8 @@ class Serving:
 
     def __init__(
         self,
-        engine: Engine,
-        office: Office,
+        engine: DraftEngine,
+        office: MailServer,
         is_over: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -150,7 +150,7 @@ class Serving:
         elif isinstance(message, Rest):
             self.rest(message.is_asleep)
             self._office.send(name, message)
-        elif isinstance(message, Told):
+        elif isinstance(message, VerifierUpdate):
             target = self.targets.get(name)
             if target is None:
                 # it was drafted for in a former life of this process, or was taken to be gone
@@ -183,7 +183,7 @@ class Serving:
             own = self._engine
             self._office.send(name, Hello(VERSION, own.vocab_size, own.model, own.device))
 
-    def _told(self, target: Target, told: Told) -> None:
+    def _told(self, target: Target, told: VerifierUpdate) -> None:
         for handle in longs(told.closed).tolist():
             self._close(target, handle)
         for opened in told.opened:
@@ -286,14 +286,14 @@ class Serving:
                     continue
                 target.told_at, target.waits = now, False
 
-    def _drafted(self, target: Target, due: Sequence[tuple[int, Tree]]) -> Drafted:
+    def _drafted(self, target: Target, due: Sequence[tuple[int, Tree]]) -> DraftUpdate:
         trees = [tree for _, tree in due]
         starts = np.concatenate([[0], np.cumsum([len(tree.token_ids) for tree in trees])])
         done = self.work + target.gone
         for line in target.lines.values():
             done += Work(drafted=line.drafted, wasted=line.wasted)
         work, target.told = done - target.told, done
-        return Drafted(
+        return DraftUpdate(
             np.array([handle for handle, _ in due], np.int64).tobytes(),
             np.array([tree.position for tree in trees], np.int32).tobytes(),
             starts.astype(np.int32).tobytes(),

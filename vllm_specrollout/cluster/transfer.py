@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_specrollout.cluster.batch import GroupError
 from vllm_specrollout.cluster.driver import Driver, EngineLost, Lines
-from vllm_specrollout.cluster.ladder import Engine
+from vllm_specrollout.cluster.ladder import GroupEngine
 from vllm_specrollout.errors import ConfigError, SpecRolloutError
 
 logger = logging.getLogger("vllm.specrollout")
@@ -36,7 +36,7 @@ class Transfer:
         """Of the weights that are sent next."""
         self._driver, self._lines, self._ranks, self._run = driver, lines, ranks, run
         # engine -> its life that was initialised
-        self._members: dict[str, Engine] = {}
+        self._members: dict[str, GroupEngine] = {}
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Have all engines that are up meet the trainer; again after one was begun anew, if it is to take part.

@@ -13,73 +13,29 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from vllm_specrollout.config import by_name
-from vllm_specrollout.config.checks import Range, check_fields, check_order, declared
+from vllm_specrollout.config.checks import Range, check_fields, declared
 from vllm_specrollout.errors import ConfigError, named, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetOptions:
-    """Nothing can be set for `auto`, `fixed` and `off`."""
+    """Nothing can be set for most budgets."""
 
     def __post_init__(self) -> None:
         check_fields(self, "budget.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HistoSpecOptions(BudgetOptions):
-    """The `histospec` budget (RhymeRL, section 5.4).
-
-    Unless set otherwise, it comes with the paper's drafter (5.3): `history` alone, contexts of 7 down to 3 tokens, the
-    last epoch's answers without siblings, the branch of the largest sum of rewards, and room for a window of 32.
-    """
-
-    start: Annotated[int, Range(1, 64)] = 2
-    """Window of a new answer, and after a rejection, in tokens."""
-    step: Annotated[int, Range(0, 64)] = 2
-    """How much the window grows after a draft that was accepted whole, in tokens."""
-    cap: Annotated[int, Range(1, 64)] = 32
-    """Largest window in tokens; `max_draft_tokens` and `max_depth` cap it too."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "budget.")
-        check_order(self, "budget.", "start", "cap")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DasOptions(BudgetOptions):
-    """The `das` budget (DAS, "Spending the Draft Budget on the Long Tail"). The text gives no number for either share.
-
-    Unless set otherwise, it comes with the paper's drafter: `history` alone, one index per problem, a sliding window of
-    the last two epochs without siblings, and the most frequent continuation, whatever its age or reward.
-    """
-
-    medium: Annotated[float, Range(0.0, 1.0)] = 0.5
-    """An answer that needs this share of what the longest running one still needs is Medium."""
-    long: Annotated[float, Range(0.0, 1.0)] = 0.8
-    """An answer that needs this share of what the longest running one still needs is Long."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "budget.")
-        check_order(self, "budget.", "medium", "long")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FastGrpoOptions(BudgetOptions):
-    """The `fastgrpo` budget (FastGRPO, section 4.1 and appendix B). The text gives no number for any of these."""
+    """The `fastgrpo` budget (FastGRPO, section 4.1 and appendix B). The text gives no number."""
 
-    alpha: Annotated[float, Range(0.01, 1024.0)] = 1.0
-    """Equation 3: smaller for a better drafter, which may then draft deeper."""
-    k_max: Annotated[int, Range(1, 64)] = 8
-    """Equation 2: most nodes of a level that are expanded, and most children of each."""
     c_peak: Annotated[int, Range(0, 1 << 16)] = 0
     """Equation 1: rows of a step from which on its time begins to grow obviously; 0: measured while the engine runs."""
-    growth: Annotated[float, Range(0.01, 10.0)] = 0.1
-    """Share by which a step's time has grown "obviously" (appendix B), where time against rows is a straight line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TltOptions(BudgetOptions):
-    """The `tlt` budget (TLT, section 5). The text gives no number for `epsilon` and `window`."""
+    """The `tlt` budget (TLT, section 5)."""
 
     threshold: Annotated[int, Range(1, 1 << 16)] = 32
     """Batches of so many running requests or more decode plainly (5.1)."""
@@ -89,10 +45,6 @@ class TltOptions(BudgetOptions):
     """Levels of the deepest strategy (Table 4); the others have a half and a quarter of it."""
     noise: bool = False
     """Whether a head's nodes are scored with the target's noise, and not by its own probabilities alone (5.1)."""
-    epsilon: Annotated[float, Range(0.0, 1.0)] = 0.1
-    """Probability of trying any strategy, instead of the best one so far (Algorithm 1)."""
-    window: Annotated[int, Range(1, 4096)] = 16
-    """Steps of each strategy that are remembered (Algorithm 1)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +53,6 @@ class SpecActorOptions(BudgetOptions):
 
     draft_ms: Annotated[float, Range(0.0, 10_000.0)] = 0.0
     """D: milliseconds per drafted token and step, for the whole batch; 0 where drafts are looked up."""
-    replan: Annotated[int, Range(1, 1 << 30)] = 1000
-    """Tokens generated between two plans (Algorithm 2)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +66,8 @@ OPTIONS: Mapping[str, type[BudgetOptions]] = {
     "auto": BudgetOptions,
     "fixed": BudgetOptions,
     "off": BudgetOptions,
-    "histospec": HistoSpecOptions,
-    "das": DasOptions,
+    "histospec": BudgetOptions,
+    "das": BudgetOptions,
     "fastgrpo": FastGrpoOptions,
     "tlt": TltOptions,
     "specactor": SpecActorOptions,
@@ -125,15 +75,16 @@ OPTIONS: Mapping[str, type[BudgetOptions]] = {
 """Every budget there is, and what can be set for it."""
 
 DRAFTER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    # RhymeRL, 5.3: the branch of the largest sum of rewards, so that one reward outweighs 255 answers without any
     "histospec": {
         "drafters": ["history"],
         "max_draft_tokens": 32,
         "max_depth": 32,
-        "history": {"min_match": 3, "max_match": 7, "epochs": 1, "siblings": False, "reward_priority": True},
+        "history": {"min_match": 3, "max_match": 7, "epochs": 1, "siblings": False, "reward_weight": 255.0},
     },
     "das": {
         "drafters": ["history"],
-        "history": {"scope": "problem", "epochs": 2, "siblings": False, "decay": 1.0, "reward_weight": 0.0},
+        "history": {"epochs": 2, "siblings": False, "decay": 1.0, "reward_weight": 0.0},
     },
 }
 """Budget -> configuration that it brings for keys left unset; the others' drafters are trained, and not here."""

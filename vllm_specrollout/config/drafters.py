@@ -20,8 +20,8 @@ from vllm_specrollout.config.checks import (
 from vllm_specrollout.config.devices import together
 from vllm_specrollout.errors import ConfigError, shown
 
-SCOPES = ("problem", "global")
-FOREIGN = ("skip", "refuse")
+MAX_MATCHES = 32
+"""Earlier places compared per context length, at most."""
 SINGLE = "drafter"
 """Name of the decoupled drafter of `speculative_config`."""
 DRAFTERS = ("history", "ngram")
@@ -33,23 +33,13 @@ class NgramConfig:
     """The `ngram` drafter: looks the last tokens up in the request's own prompt and output."""
 
     max_match: Annotated[int, Range(1, 64)] = 8
-    """Longest context looked up, in tokens. A token of a running request takes at most 80 bytes, whatever it is."""
+    """Longest context looked up, in tokens."""
     min_match: Annotated[int, Range(1, 64)] = 1
     """Shortest context that may draft, in tokens."""
-    max_matches: Annotated[int, Range(1, 4096)] = 32
-    """Most recent earlier places compared per context length."""
-    max_mib: Annotated[int, Range(1, 1 << 20)] = 2048
-    """MiB for the indices of all running requests together. Who comes when it is used up is not drafted for, until
-    others have ended."""
 
     def __post_init__(self) -> None:
         check_fields(self, "ngram.")
         check_order(self, "ngram.", "min_match", "max_match")
-
-    @property
-    def most_tokens(self) -> int:
-        """Of all indices together: a token takes at most 80 bytes, as measured with random ones."""
-        return (self.max_mib << 20) // 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,30 +60,21 @@ class HistoryConfig:
     """How many past epochs' answers draft, the running epoch not counted; 0: only this epoch's siblings do."""
     siblings: bool = True
     """Whether other samples of the same problem, running or done in this epoch, draft too."""
-    scope: Annotated[str, Choice(SCOPES)] = "problem"
-    """`problem` keeps one index per problem, `global` a single one for all of them."""
     min_match: Annotated[int, Range(1, 64)] = 1
     """Shortest context that may draft, in tokens."""
     max_match: Annotated[int, Range(1, 64)] = 7
     """Longest context looked up, in tokens."""
-    max_matches: Annotated[int, Range(1, 4096)] = 32
-    """Most earlier places compared per context length."""
     decay: Annotated[float, Range(0.0, 1.0)] = 0.5
     """Weight of an answer relative to one of the epoch after it."""
     reward_weight: Annotated[float, Range(0.0, 1024.0)] = 1.0
     """How much a reward of 1 adds to an answer's weight of 1; 0: rewards do not count. Negative rewards count as 0."""
-    reward_priority: bool = False
-    """Whether an answer weighs its reward alone, so that a draft follows the branch whose rewards sum up to most
-    (RhymeRL, 5.3); an answer with no reward above 0 counts 1/256. `reward_weight` has no meaning then."""
     max_mib: Annotated[int, Range(1, 1 << 20)] = 1024
     """Memory for indices, in MiB; beyond it, those of the problems asked for least recently are dropped. Answers have
     the same limit: in memory so much of them, and of this engine 768 for each MiB; beyond it the oldest are dropped."""
     max_disk_mib: Annotated[int, Range(1, 1 << 30)] = 16384
     """Disk for the files of `dir` that this engine writes or finds without an engine, in MiB; beyond it, the oldest
-    answers are dropped. Half of it is for this engine's own file."""
-    foreign: Annotated[str, Choice(FOREIGN)] = "skip"
-    """What becomes of files in `dir` of another model's vocabulary: `skip` leaves them out with a warning, `refuse` is
-    an error at the start."""
+    answers are dropped. Half of it is for this engine's own file. Files of another vocabulary are left out, with one
+    warning."""
 
     def __post_init__(self) -> None:
         check_fields(self, "history.")
@@ -168,8 +149,6 @@ class DecoupledConfig:
     `tcp://HOST:PORT`; empty: the engine starts one of its own, and stops it."""
     key_file: Annotated[str, FILE] = ""
     """File with the key of drafters behind tcp, which each makes; empty: `SPECROLLOUT_KEY` has it, or its path."""
-    start_s: Annotated[float, Range(0.0, 86400.0)] = 180.0
-    """Seconds that the engine's start waits for the drafter; without it, requests decode plainly until it is there."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine in that process, such as `{"dtype": "bfloat16"}`."""
 

@@ -97,20 +97,12 @@ class SpecRolloutConfig:
     `histospec` grows a window per answer (RhymeRL); `das` drafts for the answers expected to be long (DAS); `fastgrpo`
     fills the batch up to the engine's knee (FastGRPO); `tlt` lets a bandit choose among tree sizes below 32 requests
     (TLT); `specactor` plans one window for the batch and re-plans it every 1000 tokens (SpecActor); or a class of your
-    own, as `my.module:Class`. Options of the last six go into an object: `{"name": "tlt", "threshold": 48}`."""
-    time_share: Annotated[float, Range(0.01, 1000.0)] = 1.0
-    """Most time of each drafter, as a share of what the rest of a step takes. One that takes more is asked in fewer
-    steps. It does not hold for the model of `speculative_config`."""
+    own, as `my.module:Class`. Options go into an object: `{"name": "tlt", "threshold": 48}`."""
     queue_order: Annotated[str, Choice(QUEUE_ORDERS)] = "longest_first"
     """Which waiting request gets the next place in the batch: `longest_first`, by the lengths of earlier answers to the
     same problem, which ends a rollout sooner; or `arrival`, as in vLLM. Where requests have priorities, those hold."""
     profile: Annotated[str, Choice(PROFILES)] = "auto"
     """`auto` starts from what `specrollout profile` measured of this model on this host, if it did; `off` does not."""
-    scratch_blocks: Annotated[int | None, Range(0, 1 << 20)] = None
-    """Blocks beside the KV cache, for branches beyond the first; unset: a tenth of the KV cache's, at most 512."""
-    block_size: Annotated[int | None, Range(32, 1024)] = None
-    """KV cache block size in tokens when `--block-size` is not given; unset: 32, which makes branches cheap, or that of
-    vLLM where `--num-gpu-blocks-override` is given."""
     row_invariant: bool = False
     """V1 runner on CPU: where this host rounds the attention of a row otherwise among others of its request (bfloat16
     with AMX), drafted rows attend one by one. It costs time, and takes most ties away (docs/concepts/exactness.md)."""
@@ -136,8 +128,6 @@ class SpecRolloutConfig:
         if len(set(self.drafters)) != len(self.drafters):
             raise ConfigError(f"`drafters` names one twice: {shown(list(self.drafters))}", "name each drafter once")
         self._check_settings_are_used()
-        if self.block_size is not None and self.block_size % 32:
-            raise ConfigError(f"`block_size` is {self.block_size}, not a multiple of 32", "use 32, 64 or 128")
         if self.record is not None and not os.path.basename(self.record):
             cause = f"`record` is {shown_path(self.record)}, which names no file"
             raise ConfigError(cause, 'name one, as in "trace.jsonl.zst"')
@@ -276,6 +266,19 @@ def parse_request(value: Any, origin: str = "extra_args['spec_rollout']") -> Req
 
 
 _VLLMS = ("method", "model", "num_speculative_tokens", "draft_tensor_parallel_size", "prompt_lookup_max")
+_GONE: Mapping[str, str] = {
+    "block_size": "give vLLM's `--block-size`",
+    "scratch_blocks": "leave it out: they follow from the KV cache's memory",
+    "time_share": "leave it out: no drafter takes more than the rest of the step does",
+    "ngram.max_matches": "leave it out: 32 places are compared",
+    "ngram.max_mib": "leave it out: 2 GiB are the most",
+    "history.max_matches": "leave it out: 32 places are compared",
+    "history.scope": "leave it out: each problem has an index of its own",
+    "history.foreign": "leave it out: files of another vocabulary are left out, with one warning",
+    "history.reward_priority": 'write {"history": {"reward_weight": 255}}',
+    "decoupled.start_s": "leave it out: the engine's start waits for 180 s, and drafters that come later draft as well",
+}
+"""Keys that there were, and what to write in their place."""
 
 
 def _way_out(key: Any, known: Mapping[str, Any], prefix: str) -> str:
@@ -283,6 +286,8 @@ def _way_out(key: Any, known: Mapping[str, Any], prefix: str) -> str:
     if isinstance(key, str) and "." in key and key.partition(".")[0] in known:
         outer, _, inner = key.partition(".")
         return f'write {{"{outer}": {{"{inner}": ...}}}}'
+    if way := _GONE.get(f"{prefix}{key}"):
+        return way
     if key in _VLLMS and not prefix:
         return f'that is vLLM\'s: write {{"speculative_config": {{"{key}": ...}}}}'
     near = nearest(key, known)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from vllm_specrollout.types import DraftLimits, FinishedRequest, RequestBatch, RequestView, TreeBatch, VerifyResult
+from vllm_specrollout.types import Answer, DraftLimits, RequestBatch, RequestView, TreeBatch, VerifyResult
 
 UNBOUNDED = 1 << 60
 """Tokens that no request comes to."""
@@ -63,7 +63,7 @@ class Drafter(Protocol):
         """What became of a step's trees, whichever drafter made them."""
         ...
 
-    def finish(self, ending: FinishedRequest) -> None:
+    def finish(self, ending: Answer) -> None:
         """The request is over (finished, cut off, aborted, perhaps without a token); also called for requests it was
         never asked about."""
         ...
@@ -95,7 +95,7 @@ class BaseDrafter:
     def observe(self, trees: TreeBatch, result: VerifyResult) -> None:
         """Nothing to learn."""
 
-    def finish(self, ending: FinishedRequest) -> None:
+    def finish(self, ending: Answer) -> None:
         """Nothing outlives a request."""
 
     def forget(self, request_id: str) -> None:

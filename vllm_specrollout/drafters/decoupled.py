@@ -13,30 +13,30 @@ from typing import Any
 
 from vllm_specrollout.cluster.child import DrafterProcess
 from vllm_specrollout.cluster.link import Link, SamplingOf
-from vllm_specrollout.cluster.mail import Box, check_served
+from vllm_specrollout.cluster.mail import MailClient, check_served
 from vllm_specrollout.config.checks import check_range, check_type
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.errors import ConfigError, shown
 from vllm_specrollout.trees.batch import merge_select
-from vllm_specrollout.types import DraftLimits, FinishedRequest, RequestBatch, TreeBatch, empty_trees
+from vllm_specrollout.types import Answer, DraftLimits, RequestBatch, TreeBatch, empty_trees
 
 MOST_LINKS = 16
 """Drafters elsewhere that one engine is linked to, at most: each costs a step the time to hear it."""
 MOST_WINDOW, MOST_FAN_OUT = 64, 8
 _MOST_NAME = 128  # characters
 
-Connect = Callable[[str], Box]
+Connect = Callable[[str], MailClient]
 """From an address to the mail of a drafter that serves there."""
 
 
-def connect(address: str, key_file: str = "") -> Box:
+def connect(address: str, key_file: str = "") -> MailClient:
     """
     Raises:
         ConfigError: no such address, or no key.
         MailError: nobody serves there.
     """
     check_served(address)
-    return Box(address, key_file=key_file)
+    return MailClient(address, key_file=key_file)
 
 
 class DecoupledDrafter(BaseDrafter):
@@ -102,7 +102,7 @@ class DecoupledDrafter(BaseDrafter):
             link.receive()
             link.watch()
 
-    def finish(self, ending: FinishedRequest) -> None:
+    def finish(self, ending: Answer) -> None:
         self.forget(ending.request_id)
 
     def forget(self, request_id: str) -> None:
@@ -119,7 +119,7 @@ class DecoupledDrafter(BaseDrafter):
 
     # --- links -------------------------------------------------------------------------------------------------------
 
-    def link(self, name: str, mail: Box, process: DrafterProcess | None = None, **given: Any) -> Link:
+    def link(self, name: str, mail: MailClient, process: DrafterProcess | None = None, **given: Any) -> Link:
         """Link to a drafter; it drafts from the step on after it has said that it is ready.
 
         Args:

@@ -14,14 +14,13 @@ from typing import Any
 import numpy as np
 
 from vllm_specrollout._core import HistoryIndex, propose_history, sync_history
-from vllm_specrollout.config.drafters import HistoryConfig
+from vllm_specrollout.config.drafters import MAX_MATCHES, HistoryConfig
 from vllm_specrollout.drafters.keeping import KeepsHistory, Live
-from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.index_cache import IndexCache
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
 from vllm_specrollout.trees.batch import proposed
-from vllm_specrollout.types import MOST_NODES, DraftLimits, RequestBatch, RequestView, TreeBatch
+from vllm_specrollout.types import MOST_NODES, Answer, DraftLimits, RequestBatch, RequestView, TreeBatch
 
 _CHECKED_EVERY = 16
 """Steps after which the cache is asked for all running requests' indices, and sees how they have grown.
@@ -61,7 +60,7 @@ class HistoryDrafter(KeepsHistory):
 
     def _make_index(self) -> Any:
         c = self._config
-        return HistoryIndex(min_match=c.min_match, max_match=c.max_match, max_matches=c.max_matches)
+        return HistoryIndex(min_match=c.min_match, max_match=c.max_match, max_matches=MAX_MATCHES)
 
     # --- drafting ----------------------------------------------------------------------------------------------------
 

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.drafters.base import BaseDrafter
-from vllm_specrollout.history.answers import MOST_TAIL, Answer, RewardOutcome, short_name
+from vllm_specrollout.history.answers import MOST_TAIL, RewardOutcome, short_name
 from vllm_specrollout.history.background import Background
 from vllm_specrollout.history.courier import Courier
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
-from vllm_specrollout.types import FinishedRequest, RequestView
+from vllm_specrollout.types import Answer, RequestView
 
 
 class Library(Protocol):
@@ -84,7 +84,7 @@ class KeepsHistory(BaseDrafter):
 
     # --- learning ----------------------------------------------------------------------------------------------------
 
-    def finish(self, ending: FinishedRequest) -> None:
+    def finish(self, ending: Answer) -> None:
         if not len(ending.token_ids):
             # no answer to keep, but its problem is to know that it runs no longer
             self.store.ended(ending.name or ending.request_id)
@@ -92,13 +92,13 @@ class KeepsHistory(BaseDrafter):
             return
         live = self._leaves(ending.request_id)
         answer = Answer(
-            ending.problem_id,
             ending.name or ending.request_id,
-            self.store.epoch if live is None else live.epoch,
-            ending.weights_version,
-            ending.status,
-            ending.token_ids,
+            ending.problem_id,
             ending.prompt_ids[-MOST_TAIL:],
+            ending.token_ids,
+            ending.status,
+            ending.weights_version,
+            epoch=self.store.epoch if live is None else live.epoch,
         )
         # with its reward, if that came before the end
         answer = self.store.append(answer)

@@ -13,12 +13,11 @@ import numpy as np
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.drafters.keeping import KeepsHistory, Live
-from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.history.texts import Texts
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
 from vllm_specrollout.trees.batch import cut, over
-from vllm_specrollout.types import DraftLimits, RequestBatch, RequestView, TreeBatch, empty_trees
+from vllm_specrollout.types import Answer, DraftLimits, RequestBatch, RequestView, TreeBatch, empty_trees
 
 
 class LateDrafts(BaseDrafter):

@@ -8,11 +8,14 @@ from __future__ import annotations
 import numpy as np
 
 from vllm_specrollout._core import HistoryIndex, propose_history
-from vllm_specrollout.config.drafters import NgramConfig
+from vllm_specrollout.config.drafters import MAX_MATCHES, NgramConfig
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.trees.batch import proposed
 from vllm_specrollout.types import MOST_NODES, DraftLimits, RequestBatch, RequestView, TreeBatch
 
+MOST_TOKENS = (2 << 30) // 80
+"""Of all running requests' indices together, 2 GiB: a token takes at most 80 bytes, as measured with random ones. Who
+comes when they are there is not drafted for, until others have ended."""
 _TEXT = 0  # the only document of an index
 
 
@@ -68,10 +71,10 @@ class NgramDrafter(BaseDrafter):
             c = self._config
             if view.request_id in self._left_out:
                 return None
-            if sum(index.num_tokens for index in self._indices.values()) + len(view.token_ids) > c.most_tokens:
+            if sum(index.num_tokens for index in self._indices.values()) + len(view.token_ids) > MOST_TOKENS:
                 self._left_out.add(view.request_id)
                 return None
-            index = HistoryIndex(min_match=c.min_match, max_match=c.max_match, max_matches=c.max_matches)
+            index = HistoryIndex(min_match=c.min_match, max_match=c.max_match, max_matches=MAX_MATCHES)
             index.open(0)
             self._indices[view.request_id] = index
         # a request whose tokens shrank or changed (a resumed session) is indexed anew

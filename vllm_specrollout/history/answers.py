@@ -1,12 +1,10 @@
-"""Carriers of a history: an answer, what became of a reward, and what a store holds. No files, no indices, no vLLM."""
+"""Of a history: names of its answers, what became of a reward, and what a store holds. No files, no vLLM."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
 from enum import Enum
-
-from vllm_specrollout.types import FinishReason, IntArray
 
 MOST_TAIL = 64
 """Tokens of a prompt that are kept with its answer: the longest context there is."""
@@ -19,29 +17,6 @@ def short_name(request_id: str) -> str:
     """The id of a request as it is kept: what is longer than 256 bytes as a digest, whatever its client calls it."""
     data = request_id.encode("utf-8", "surrogatepass")
     return request_id if len(data) <= _MOST_NAME else "long:" + hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One request's answer, as far as it got."""
-
-    problem_id: str
-    request_id: str
-    # counts from 0; a problem's answers of one epoch are each other's siblings
-    epoch: int
-    # of the policy when the answer ended
-    weights_version: int
-    status: FinishReason
-    # [num_tokens] the answer
-    token_ids: IntArray
-    # [at most MOST_TAIL] the prompt's last tokens: contexts of the answer's first tokens reach into them
-    prompt_tail: IntArray
-    # as last reported; None: not reported (yet)
-    reward: float | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return self.token_ids.size
 
 
 class RewardOutcome(Enum):

@@ -27,7 +27,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from vllm_specrollout.cluster.mail import Office
+from vllm_specrollout.cluster.mail import MailServer
 from vllm_specrollout.cluster.messages import MOST_BYTES, MessageError
 from vllm_specrollout.config import envs
 from vllm_specrollout.config.places import make_folder
@@ -172,7 +172,7 @@ class Archive:
         self._lock = Lock(folder / ARCHIVE)
         self.mirrors = Mirrors(folder, most_bytes)
         self.key_file = key_file or ("" if os.environ.get(envs.KEY) else str(folder / "key"))
-        self._office = Office(address, read, self.key_file, is_brief=True)
+        self._office = MailServer(address, read, self.key_file, is_brief=True)
         self._life = secrets.token_hex(8)
         # the newest of this life, and how many there have been
         self._rewards: deque[tuple[str, Reward]] = deque(maxlen=_REMEMBERED)

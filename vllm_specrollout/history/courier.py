@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vllm_specrollout.cluster.mail import Box
+from vllm_specrollout.cluster.mail import MailClient
 from vllm_specrollout.cluster.messages import MOST_BYTES, encode
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history.archive import (
@@ -95,7 +95,7 @@ class Courier:
         self._node, own = names_of(self._folder)
         self._run_name = config.run or own
         self._kind = kind_of(vocabulary, self._run_name)
-        self._box = Box(config.url, read, config.key_file, is_brief=True)
+        self._box = MailClient(config.url, read, config.key_file, is_brief=True)
         # the folder's courier, whichever engine has it: another one is that of a copy
         here = self._folder.stat()
         self._id = f"{socket.gethostname()} {here.st_dev} {here.st_ino}"

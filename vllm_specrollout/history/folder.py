@@ -147,18 +147,14 @@ class Folder:
 
     Args:
         path: None: the one file is in memory.
-        expects_own: a file in another vocabulary is an error, now; one that comes later is left out.
         run: of training; empty: the folder's own.
 
     Raises:
         HistoryError: the directory cannot be used.
-        ForeignError: it holds a file in another vocabulary now, and none was expected.
     """
 
-    def __init__(
-        self, path: Path | None, vocabulary: Vocabulary = ANY_VOCABULARY, expects_own: bool = False, run: str = ""
-    ) -> None:
-        self._path, self._vocabulary, self._expects_own = path, vocabulary, expects_own
+    def __init__(self, path: Path | None, vocabulary: Vocabulary = ANY_VOCABULARY, run: str = "") -> None:
+        self._path, self._vocabulary = path, vocabulary
         # what is read, the own file too: who looks up answers there does not wait for who writes it
         self._readers: dict[Path, Database] = {}
         # what cannot be used, and why; and what of it was named already
@@ -180,8 +176,6 @@ class Folder:
         self.refresh()
         self.own = self._claim(path)
         self.refresh()
-        # from here on nobody would hear of an error, and upkeep would end with it
-        self._expects_own = False
 
     def _unkept(self, error: OSError) -> HistoryError:
         way = "name another folder in `history.dir`, or see to its permissions"
@@ -211,7 +205,7 @@ class Folder:
                     # so no other one can be made either
                     raise (self._unkept(error) if isinstance(error, OSError) else error) from None
                 if not isinstance(error, OSError):
-                    self._pass_over(path, error)
+                    self._unusable[path] = error
         raise HistoryError(f"all {1 << 16} history files in `{folder}` are others'", "name another `history.dir`")
 
     # --- reading -----------------------------------------------------------------------------------------------------
@@ -241,7 +235,7 @@ class Folder:
         self._unusable = {path: why for path, why in self._unusable.items() if path in paths}
         for path, reader in list(self._readers.items()):
             if reader.failure is not None:
-                self._pass_over(path, reader.failure)
+                self._unusable[path] = reader.failure
             if path not in paths or not reader.is_current:
                 del self._readers[path]
         for path in paths:
@@ -256,7 +250,7 @@ class Folder:
                 self._listed, self._seen = [one for one in self._listed if one != path], 0
             except (HistoryError, *ERRORS) as error:
                 self._readers.pop(path, None)
-                self._pass_over(path, error)
+                self._unusable[path] = error
         self.latest_epoch = latest
         self._name_unusable()
 
@@ -290,11 +284,6 @@ class Folder:
                 f" `{self._vocabulary.model}`",
                 "give each model its own `history.dir`; nothing else is lost",
             )
-
-    def _pass_over(self, path: Path, error: Exception) -> None:
-        if self._expects_own and isinstance(error, ForeignError):
-            raise error
-        self._unusable[path] = error
 
     def _name_unusable(self) -> None:
         """Say what is left out: a warning for all that are new."""
@@ -360,7 +349,7 @@ class Folder:
         """Go on in another file: the own one is damaged."""
         if self._path is None or self.own.path is None:
             return
-        self._pass_over(self.own.path, error)
+        self._unusable[self.own.path] = error
         self.close()
         self.own = self._claim(self._path)
         self.refresh()

@@ -23,8 +23,6 @@ from vllm_specrollout.types import IntArray
 
 logger = logging.getLogger("vllm.specrollout")
 
-GLOBAL = ""
-"""The one problem there is with `scope="global"`."""
 # room made for an answer before it is added: at least this, and more once indices have taken more, in bytes per token
 _LEAST_GUESS = 256.0
 # indices for each MiB of `max_mib`: small ones of problems that never come back; and bytes that Python adds to each,
@@ -65,7 +63,7 @@ class Document:
 
 
 @dataclass(slots=True)
-class Entry(Generic[IndexType]):
+class ProblemIndex(Generic[IndexType]):
     """A problem's index, or the place for it."""
 
     # None: being built
@@ -131,7 +129,7 @@ class IndexCache(Generic[IndexType]):
         self._clock = clock
         self._lock = threading.RLock()
         # least recently used first
-        self._entries: OrderedDict[str, Entry[IndexType]] = OrderedDict()
+        self._entries: OrderedDict[str, ProblemIndex[IndexType]] = OrderedDict()
         # where a request's answer is indexed
         self._problem_of: dict[str, str] = {}
         self.version = 0
@@ -143,12 +141,12 @@ class IndexCache(Generic[IndexType]):
 
     def want(self, problem_id: str) -> None:
         """A request for the problem runs from now on; call `done` when it does no longer."""
-        key = self._key(problem_id)
+        key = problem_id
         with self._lock:
             self._follow_epoch()
             entry = self._entries.get(key)
             if entry is None:
-                entry = self._entries[key] = Entry()
+                entry = self._entries[key] = ProblemIndex()
                 self._stats.num_bytes += _EACH
                 self._executor.submit(self._build, key, entry)
             entry.running += 1
@@ -156,7 +154,7 @@ class IndexCache(Generic[IndexType]):
 
     def get(self, problem_id: str) -> IndexType | None:
         """The problem's index; None: it is being built, or was dropped. Another one than before: that was dropped."""
-        key = self._key(problem_id)
+        key = problem_id
         with self._lock:
             self._follow_epoch()
             entry = self._entries.get(key)
@@ -175,7 +173,7 @@ class IndexCache(Generic[IndexType]):
     def done(self, problem_id: str) -> None:
         """A request for the problem runs no longer. Its index stays as long as there is room."""
         with self._lock:
-            entry = self._entries.get(self._key(problem_id))
+            entry = self._entries.get(problem_id)
             if entry is not None and entry.running:
                 entry.running -= 1
 
@@ -183,7 +181,7 @@ class IndexCache(Generic[IndexType]):
         """An answer that grew in its problem's index is complete and stays: its reward and age are to count from now
         on. Until then the document is the caller's, and the cache leaves it alone."""
         with self._lock:
-            key = self._key(problem_id)
+            key = problem_id
             entry = self._entries.get(key)
             if entry is not None and entry.index is not None:
                 entry.documents[request_id] = Document(document, epoch, reward)
@@ -213,9 +211,6 @@ class IndexCache(Generic[IndexType]):
             self._entries.clear()
         self._executor.shutdown(wait=True, cancel_futures=True)
 
-    def _key(self, problem_id: str) -> str:
-        return GLOBAL if self._config.scope == "global" else problem_id
-
     def _weight(self, epoch: int, reward: float | None) -> int:
         # behind a jump what drafts is no older than the oldest otherwise is
         return weight_of(self._config, min(self._epoch - epoch, self._config.epochs), reward)
@@ -228,7 +223,7 @@ class IndexCache(Generic[IndexType]):
         for key, entry in list(self._entries.items()):
             if entry.index is None:
                 continue
-            if not entry.running and self._config.scope != "global":
+            if not entry.running:
                 self._forget(key)
                 continue
             self._weigh(entry.index, entry.documents)
@@ -252,7 +247,7 @@ class IndexCache(Generic[IndexType]):
             if self._problem_of.get(request_id) == key:
                 del self._problem_of[request_id]
 
-    def _resize(self, entry: Entry[IndexType], num_bytes: int) -> None:
+    def _resize(self, entry: ProblemIndex[IndexType], num_bytes: int) -> None:
         self._stats.num_bytes += num_bytes - entry.num_bytes
         entry.num_bytes = num_bytes
 
@@ -273,7 +268,7 @@ class IndexCache(Generic[IndexType]):
 
     # --- building, in the executor's threads ---
 
-    def _build(self, key: str, entry: Entry[IndexType]) -> None:
+    def _build(self, key: str, entry: ProblemIndex[IndexType]) -> None:
         start = self._clock()
         try:
             is_built = self._fill_as_far_as_it_fits(key, entry)
@@ -288,9 +283,8 @@ class IndexCache(Generic[IndexType]):
             if not is_built and self._entries.get(key) is entry:
                 self._forget(key)
 
-    def _fill_as_far_as_it_fits(self, key: str, entry: Entry[IndexType]) -> bool:
-        problem_id = None if self._config.scope == "global" else key
-        located = self._store.find(problem_id)
+    def _fill_as_far_as_it_fits(self, key: str, entry: ProblemIndex[IndexType]) -> bool:
+        located = self._store.find(key)
         is_short = False
         while True:
             with self._lock:
@@ -308,7 +302,7 @@ class IndexCache(Generic[IndexType]):
         if not is_short:
             # what ended meanwhile; what ends from here on is in the index of the next epoch
             known = set(located)
-            later = [found for found in self._store.find(problem_id) if found not in known]
+            later = [found for found in self._store.find(key) if found not in known]
             self._fill(key, entry, built, later)
         num_tokens = sum(found.num_tokens for found in located)
         with self._lock:
@@ -317,7 +311,7 @@ class IndexCache(Generic[IndexType]):
             self._stats.shortened += is_short
             return self._publish(key, entry, built)
 
-    def _fill(self, key: str, entry: Entry[IndexType], built: _Built[IndexType], located: list[Located]) -> bool:
+    def _fill(self, key: str, entry: ProblemIndex[IndexType], built: _Built[IndexType], located: list[Located]) -> bool:
         """Add answers, each once there is room for it; False: there is none."""
         index, documents = built.index, built.documents
         for found in located:
@@ -326,7 +320,7 @@ class IndexCache(Generic[IndexType]):
                 step = max(index.nbytes, int(found.num_tokens * self._bytes_per_token))
                 if not self._hold(key, entry, index.nbytes + step):
                     return False
-            answer = self._store.read(found, None if self._config.scope == "global" else key)
+            answer = self._store.read(found, key)
             if answer is None:
                 continue
             # engines elsewhere may give the same ids
@@ -336,13 +330,13 @@ class IndexCache(Generic[IndexType]):
                 continue
             # once it is published it is weighed anew, if an epoch has begun meanwhile
             weight = self._weight(answer.epoch, answer.reward)
-            index.set_prompt(answer.prompt_tail)
+            index.set_prompt(answer.prompt_ids)
             number = index.add(answer.token_ids, weight, answer.epoch)
             documents[name] = Document(number, answer.epoch, answer.reward)
         with self._lock:
             return self._hold(key, entry, index.nbytes)
 
-    def _hold(self, key: str, entry: Entry[IndexType], num_bytes: int) -> bool:
+    def _hold(self, key: str, entry: ProblemIndex[IndexType], num_bytes: int) -> bool:
         """Make room for an index of so many bytes; False: there is none, or nobody wants the index any more."""
         if self._entries.get(key) is not entry:
             return False
@@ -350,7 +344,7 @@ class IndexCache(Generic[IndexType]):
         self._resize(entry, num_bytes if fits else 0)
         return fits
 
-    def _publish(self, key: str, entry: Entry[IndexType], built: _Built[IndexType]) -> bool:
+    def _publish(self, key: str, entry: ProblemIndex[IndexType], built: _Built[IndexType]) -> bool:
         if not self._hold(key, entry, built.index.nbytes):
             return False
         if self._epoch != built.epoch:
@@ -366,8 +360,8 @@ def weight_of(config: HistoryConfig, age: int, reward: float | None) -> int:
 
     RhymeRL (5.3) follows the branch with the largest sum of rewards. Here an answer without reward counts as well,
     since rewards may be zero throughout or come late, and older answers count less, since the policy has moved on (DAS
-    finds answers alike mostly between epochs that are near). With `reward_priority` it is as in RhymeRL: decay^age *
-    max(reward, 0), where answers without any such reward still weigh enough to decide among themselves.
+    finds answers alike mostly between epochs that are near). A large `reward_weight` is RhymeRL's rule, where answers
+    without any reward still weigh enough to decide among themselves.
 
     Args:
         age: epochs since the answer's own; below 0 (an epoch begun anew) counts as 0.
@@ -380,5 +374,5 @@ def weight_of(config: HistoryConfig, age: int, reward: float | None) -> int:
     if fresh == 0.0:
         return 0
     gain = max(reward or 0.0, 0.0)
-    weight = fresh * (gain if config.reward_priority else 1.0 + config.reward_weight * gain)
+    weight = fresh * (1.0 + config.reward_weight * gain)
     return int(min(max(round(weight * ONE), 1), MOST)) if weight < MOST else MOST

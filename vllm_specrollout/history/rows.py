@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from vllm_specrollout.history.answers import MOST_TAIL, Answer
+from vllm_specrollout.history.answers import MOST_TAIL
 from vllm_specrollout.history.tokens import count_tokens, decode_tokens, encode_tokens
-from vllm_specrollout.types import FinishReason
+from vllm_specrollout.types import Answer, FinishReason
 
 _STATUSES = (FinishReason.FINISHED, FinishReason.TRUNCATED, FinishReason.ABORTED)
 
@@ -45,9 +45,9 @@ def row_of(answer: Answer) -> Row:
     if not -(1 << 63) <= answer.weights_version < 1 << 63:
         raise ValueError(f"{answer.weights_version} is no version of weights")
     ids = as_bytes(answer.problem_id), as_bytes(answer.request_id)
-    status, tail = _STATUSES.index(answer.status), encode_tokens(answer.prompt_tail)
+    status, tail = _STATUSES.index(answer.status), encode_tokens(answer.prompt_ids)
     tokens = encode_tokens(answer.token_ids)
-    return Row(*ids, answer.epoch, answer.weights_version, status, answer.reward, answer.num_tokens, tail, tokens)
+    return Row(*ids, answer.epoch, answer.weights_version, status, answer.reward, len(answer.token_ids), tail, tokens)
 
 
 def answer_of(row: Row) -> Answer:
@@ -62,7 +62,7 @@ def answer_of(row: Row) -> Answer:
             weights_version=int(row.version),
             status=_STATUSES[row.status],
             token_ids=decode_tokens(row.tokens),
-            prompt_tail=decode_tokens(row.tail),
+            prompt_ids=decode_tokens(row.tail),
             reward=None if row.reward is None else float(row.reward),
         )
     except (TypeError, IndexError, AttributeError) as error:

@@ -20,7 +20,7 @@ from pathlib import Path
 from vllm_specrollout.config.checks import check_finite
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.errors import shown
-from vllm_specrollout.history.answers import Answer, RewardOutcome, StoreStats, short_name
+from vllm_specrollout.history.answers import RewardOutcome, StoreStats, short_name
 from vllm_specrollout.history.database import (
     ERRORS,
     AnswerCounts,
@@ -36,6 +36,7 @@ from vllm_specrollout.history.epochs import MAX_EPOCH, EpochGuess, check_epoch, 
 from vllm_specrollout.history.folder import Folder
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Filter, Vocabulary
 from vllm_specrollout.observe.patience import PATIENCE_S, wait_for
+from vllm_specrollout.types import Answer
 
 logger = logging.getLogger("vllm.specrollout")
 
@@ -73,7 +74,7 @@ class HistoryStore:
         vocabulary: the model's; answers in another one are never handed out.
 
     Raises:
-        HistoryError: the directory cannot be used, or holds what `history.foreign` refuses.
+        HistoryError: the directory cannot be used.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class HistoryStore:
         # of the own file: what is free in it and SQLite's log are to have room beside it
         self._most_bytes = config.max_disk_mib << 19 if config.dir else self._most_waiting_bytes
         where = Path(config.dir) if config.dir else None
-        self._folder = Folder(where, vocabulary, config.foreign == "refuse", config.run)
+        self._folder = Folder(where, vocabulary, config.run)
         self._epoch = self._epoch_written = self._folder.latest_epoch
         # epochs that hold answers of this run here: the newest, as last looked at, and those that came since
         self._held = frozenset[int]()

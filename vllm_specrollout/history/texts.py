@@ -21,11 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_specrollout.config.drafters import HistoryConfig
-from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.background import Background
-from vllm_specrollout.history.index_cache import GLOBAL, ONE, weight_of
+from vllm_specrollout.history.index_cache import ONE, weight_of
 from vllm_specrollout.history.store import HistoryStore
-from vllm_specrollout.types import IntArray
+from vllm_specrollout.types import Answer, IntArray
 
 logger = logging.getLogger("vllm.specrollout")
 
@@ -178,7 +177,7 @@ class Texts:
         The problem keeps its row meanwhile. It gets none where all rows are those of problems that run.
         """
         self._follow_epoch()
-        key = self._key(problem_id)
+        key = problem_id
         problem = self._problems.setdefault(key, _Problem(key))
         self._problems.move_to_end(key)
         problem.running += 1
@@ -191,7 +190,7 @@ class Texts:
 
     def done(self, problem_id: str) -> None:
         """A request for the problem runs no longer. Its texts stay until their room is needed, or an epoch begins."""
-        problem = self._problems.get(self._key(problem_id))
+        problem = self._problems.get(problem_id)
         if problem is not None and problem.running:
             problem.running -= 1
             if not problem.running and problem.row < 0:
@@ -199,13 +198,13 @@ class Texts:
 
     def row(self, problem_id: str) -> int:
         """Where the problem's spans are; -1: nowhere."""
-        problem = self._problems.get(self._key(problem_id))
+        problem = self._problems.get(problem_id)
         return -1 if problem is None else problem.row
 
     def add(self, answer: Answer) -> None:
         """An answer of this engine has ended, and is in the store as it is here."""
         self._follow_epoch()
-        problem = self._problems.get(self._key(answer.problem_id))
+        problem = self._problems.get(answer.problem_id)
         if problem is not None:
             self._added += 1
             self._keep(self._text_of(problem, answer, answer.request_id, 2), self._added)
@@ -268,9 +267,6 @@ class Texts:
 
     # --- problems -----------------------------------------------------------------------------------------------------
 
-    def _key(self, problem_id: str) -> str:
-        return GLOBAL if self._config.scope == "global" else problem_id
-
     def _give_row(self, problem: _Problem) -> None:
         if not self._free:
             idle = next((one for one in self._problems.values() if not one.running), None)
@@ -296,7 +292,7 @@ class Texts:
             return
         self._epoch, oldest = self._store.epoch, self._store.oldest
         for problem in list(self._problems.values()):
-            if not problem.running and self._config.scope != "global":
+            if not problem.running:
                 self._forget(problem)
                 continue
             for text in list(problem.texts.values()):
@@ -308,7 +304,7 @@ class Texts:
     # --- texts --------------------------------------------------------------------------------------------------------
 
     def _text_of(self, problem: _Problem, answer: Answer, name: str, nearness: int) -> _Placed:
-        tokens = np.concatenate([answer.prompt_tail[-self._reach :], answer.token_ids])
+        tokens = np.concatenate([answer.prompt_ids[-self._reach :], answer.token_ids])
         kept = tokens[-self._longest :]
         is_shortened = len(kept) < len(tokens)
         return _Placed(problem, name, answer.epoch, nearness, answer.reward, kept, len(kept), is_shortened)
@@ -425,13 +421,12 @@ class Texts:
 
     def _nearest(self, problem: _Problem) -> list[_Placed]:
         """As many of the problem's answers as a row holds, the nearest last."""
-        problem_id = None if self._config.scope == "global" else problem.key
         texts = dict[tuple[str, int], _Placed]()
-        for found in reversed(self._store.find(problem_id)):
+        for found in reversed(self._store.find(problem.key)):
             if len(texts) == self.past:
                 break
             # whether it drafts now is a matter of its epoch alone
-            answer = self._store.read(found, problem_id) if self._weight(found.epoch, None) else None
+            answer = self._store.read(found, problem.key) if self._weight(found.epoch, None) else None
             if answer is not None:
                 # engines elsewhere may give the same ids
                 name = answer.request_id if found.nearness == 2 else f"{found.number} elsewhere"

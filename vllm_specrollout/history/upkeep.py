@@ -89,7 +89,7 @@ def inspect(path: Path) -> FileReport:
             except ValueError:
                 damaged += 1
                 continue
-            answers.append((answer.problem_id, answer.epoch, answer.num_tokens, answer.reward is not None))
+            answers.append((answer.problem_id, answer.epoch, len(answer.token_ids), answer.reward is not None))
     except sqlite3.Error as error:
         integrity = str(error)
     vocabulary, tokens, file_bytes = database.vocabulary, sum(count for _, _, count, _ in answers), db.size_of(path)

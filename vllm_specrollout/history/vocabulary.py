@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from vllm_specrollout.history.answers import Answer
-from vllm_specrollout.types import IntArray
+from vllm_specrollout.types import Answer, IntArray
 
 logger = logging.getLogger("vllm.specrollout")
 
@@ -57,7 +56,7 @@ class Filter:
         """Times that an answer did not pass."""
 
     def passes(self, answer: Answer) -> bool:
-        if self._vocabulary.holds(answer.token_ids) and self._vocabulary.holds(answer.prompt_tail):
+        if self._vocabulary.holds(answer.token_ids) and self._vocabulary.holds(answer.prompt_ids):
             return True
         self.refused += 1
         if self.refused == 1:

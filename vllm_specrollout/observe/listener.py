@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vllm_specrollout.types import (
+    Answer,
     DraftLimits,
-    FinishedRequest,
     RequestBatch,
     RequestView,
     StepPlan,
@@ -73,7 +73,7 @@ class Listener:
     def compared(self, checked: int, differing: int) -> None:
         """Tokens of withheld verdicts were compared with those of plain decoding."""
 
-    def finished(self, ending: FinishedRequest) -> None:
+    def finished(self, ending: Answer) -> None:
         """A request is over; without a token, if it ended before its client got the first one."""
 
     def failed(self, part: str) -> None:

@@ -18,10 +18,9 @@ from vllm_specrollout.config import ALTERNATIVES
 from vllm_specrollout.drafters.base import UNBOUNDED
 from vllm_specrollout.observe.listener import NOTHING_TO_DRAFT, Listener
 from vllm_specrollout.types import (
-    MOST_NODES,
     SOURCES,
+    Answer,
     DraftLimits,
-    FinishedRequest,
     RequestBatch,
     RequestView,
     StepPlan,
@@ -36,8 +35,6 @@ MARK = "spec_rollout/"
 """Before every key on the way to the frontend, where our keys lie among vLLM's own."""
 THOUSANDTHS = 1000
 """Only whole numbers travel: fractions go as so many thousandths."""
-VERSION = "weights_version"
-"""The label of series that are dropped once their weights are old."""
 _MOST_REASONS = 32
 """Different reasons a worker tells; any further one is `other`, so that labels stay few."""
 EVERY_S = 60.0
@@ -65,27 +62,8 @@ METRICS = (
     Metric("drafted_nodes", "counter", "Draft nodes that drafters proposed, by drafter.", ("source",)),
     Metric("verified_nodes", "counter", "Draft nodes sent to the target, by drafter.", ("source",)),
     Metric("accepted_nodes", "counter", "Draft nodes that the target accepted, by drafter.", ("source",)),
-    Metric(
-        "version_verified_nodes",
-        "counter",
-        "Draft nodes sent to the target, by drafter and by the target's weights; the newest 16 versions.",
-        ("source", VERSION),
-    ),
-    Metric(
-        "version_accepted_nodes",
-        "counter",
-        "Draft nodes that the target accepted, by drafter and by the target's weights; the newest 16 versions.",
-        ("source", VERSION),
-    ),
-    Metric(
-        "tree_nodes", "histogram", "Nodes verified per request and step with a draft.", (), (1, 2, 4, 8, 16, 32, 64)
-    ),
     Metric("decisions", "counter", "Steps the budget decided on, by what it chose and why.", ("choice", "reason")),
-    Metric("switches", "counter", "Times that drafting was switched, by what to and why.", ("to", "reason")),
     Metric("is_on", "gauge", "Whether the budget drafts at present: 1 or 0."),
-    Metric("windows", "counter", "Requests that drafters were asked for, summed over steps."),
-    Metric("window_tokens", "counter", "How many tokens ahead those requests could be drafted for, summed likewise."),
-    Metric("budget_nodes", "gauge", "Draft nodes chosen for the next step, all requests together."),
     Metric(
         "cost_error",
         "histogram",
@@ -94,8 +72,6 @@ METRICS = (
         (0.01, 0.02, 0.05, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0),
         THOUSANDTHS,
     ),
-    Metric("expected_tokens", "counter", "Tokens that drafts were expected to add.", (), (), THOUSANDTHS),
-    Metric("gained_tokens", "counter", "Tokens that drafts added in the steps of which some were expected."),
     Metric("request_steps", "counter", "Decode steps of all requests together, with drafts or without."),
     Metric("output_tokens", "counter", "Tokens that these steps yielded."),
     Metric("decode_seconds", "counter", "Seconds that these steps took.", (), (), THOUSANDTHS * THOUSANDTHS),
@@ -107,8 +83,6 @@ METRICS = (
         (),
         THOUSANDTHS * THOUSANDTHS,
     ),
-    Metric("part_steps", "counter", "Steps of which a part was timed, on the V2 runner, by part.", ("part",)),
-    Metric("part_ms", "counter", "Milliseconds that the part took in those steps.", ("part",), (), THOUSANDTHS),
     Metric("decoupled_drafters", "gauge", "Drafters in processes of their own that are ready to draft."),
     Metric("decoupled_trees", "counter", "Draft trees that came from drafters in processes of their own."),
     Metric("decoupled_wasted_nodes", "counter", "Their nodes behind a first choice that the target did not take."),
@@ -126,7 +100,6 @@ METRICS = (
         ("source",),
     ),
     Metric("head", "gauge", "Number of the head that drafts: how many were loaded before it, and it, since the start."),
-    Metric("head_parent", "gauge", "Number of the head that it took the place of; -1: none."),
     Metric("head_went_back", "gauge", "How often a new head was worse, and the one before it came back."),
     Metric("self_checks", "counter", "Parts of the engine's check of itself at its start.", ("part", "result")),
     Metric("withheld_checked", "counter", "Tokens of withheld verdicts that were compared with plain decoding."),
@@ -148,13 +121,12 @@ METRICS = (
 
 EVERY = 16
 """Steps without drafts after which their counts are told."""
-_DRAFTED, _VERIFIED, _ACCEPTED, _OF_VERSION = 0, 1, 2, (3, 4)
-_BY_SOURCE = ("drafted_nodes", "verified_nodes", "accepted_nodes", "version_verified_nodes", "version_accepted_nodes")
+_DRAFTED, _VERIFIED, _ACCEPTED = 0, 1, 2
+_BY_SOURCE = ("drafted_nodes", "verified_nodes", "accepted_nodes")
 LEAST_NODES = 4096
 """Verified under the same weights: of fewer nothing is said, though none was accepted."""
 ALL = "all"
 _OF_TRAINER = ("head_match_rate/", "trainer_")
-_SUMS = ("windows", "window_tokens", "expected_tokens", "gained_tokens")
 
 
 @dataclass(slots=True)
@@ -212,7 +184,7 @@ class Signs:
     def admitted(self, view: RequestView) -> None:
         self._running.add(view.request_id)
 
-    def finished(self, ending: FinishedRequest) -> None:
+    def finished(self, ending: Answer) -> None:
         self._running.discard(ending.request_id)
         if not self._running and self._since is not None and self._clock() - self._since >= LEAST_S:
             self._tell("rollout over")
@@ -244,7 +216,7 @@ class Metrics(Listener):
         """
         self._signs = Signs() if signs is None else signs
         self._sources = tuple(sources)
-        # [_BY_SOURCE, SOURCES] nodes; the last two rows are of one version of the weights
+        # [_BY_SOURCE, SOURCES] nodes
         self._nodes = np.zeros((len(_BY_SOURCE), SOURCES), np.int64)
         # those that have got their names, since the engine began
         self._named = np.zeros_like(self._nodes)
@@ -257,18 +229,14 @@ class Metrics(Listener):
         # names of those of whom none was, though they had enough
         self._since = np.zeros((2, SOURCES + 1), np.int64)
         self._unmet: set[str] = set()
-        # [MOST_NODES + 1] requests with a draft, by its nodes
-        self._sizes = np.zeros(MOST_NODES + 1, np.int64)
-        self._sums = [0] * len(_SUMS)
         self._gain = Gain()
         self.total = Gain()
         """Since the engine's start, or since somebody put another one here."""
         # those with labels that are not known before, and gauges
         self._counts: dict[str, int] = {}
-        self._was_on: bool | None = None
         self._reasons: set[str] = set()
         # what was decided last, and how many times since that has got its name
-        self._decision: tuple[bool, str, int] | None = None
+        self._decision: tuple[bool, str] | None = None
         self._times = 0
         # steps since the last `take`
         self._untold = 0
@@ -276,7 +244,7 @@ class Metrics(Listener):
     def admitted(self, view: RequestView) -> None:
         self._signs.admitted(view)
 
-    def finished(self, ending: FinishedRequest) -> None:
+    def finished(self, ending: Answer) -> None:
         self._signs.finished(ending)
 
     def planned(
@@ -287,15 +255,13 @@ class Metrics(Listener):
         plan: StepPlan,
         draft_ms: float,
     ) -> None:
-        self._sums[0] += int(np.count_nonzero(limits.max_nodes))
-        self._sums[1] += int(np.minimum(limits.max_nodes, limits.max_depth).sum())
         for proposal in proposals:
             self._nodes[_DRAFTED] += np.bincount(proposal.source, minlength=SOURCES)
         if plan.reason != NOTHING_TO_DRAFT:
-            self._decided(plan.is_on, plan.reason, plan.trees.num_nodes)
+            self._decided(plan.is_on, plan.reason)
 
     def paused(self, num_requests: int, reason: str) -> None:
-        self._decided(False, reason, 0)
+        self._decided(False, reason)
 
     def stepped(self, record: StepRecord) -> None:
         trees, result = record.trees, record.result
@@ -311,23 +277,14 @@ class Metrics(Listener):
             if record.batch is not None and record.batch.size:
                 version = record.batch.views[0].weights_version
                 if version != self._version:
-                    self._name_nodes()
                     self._version, self._since[:] = version, 0
-                self._nodes[_OF_VERSION, :] += (verified, accepted)
             self._since += ((*verified, verified.sum()), (*accepted, accepted.sum()))
             self._watch()
-            self._sizes += np.bincount(trees.sizes, minlength=MOST_NODES + 1)
         self._gain.add(record)
         self.total.add(record)
         self._signs.stepped(record)
-        plan = record.plan
-        if plan is None:
-            return
-        if (expected := plan.expected_tokens) > 0.0:
-            self._sums[2] += round(expected * THOUSANDTHS)
-            self._sums[3] += len(result.accepted)
-        timing = record.timing
-        if timing is None or not (plan.expected_ms > 0.0 and timing.step_ms > 0.0):
+        plan, timing = record.plan, record.timing
+        if plan is None or timing is None or not (plan.expected_ms > 0.0 and timing.step_ms > 0.0):
             return
         # a step that the scheduler cut, or that computed a prompt too, is not the one that was predicted
         if timing.is_decode_only and timing.nodes == plan.trees.num_nodes:
@@ -347,19 +304,14 @@ class Metrics(Listener):
     def drafters_alive(self, count: int) -> None:
         self._counts["drafters_alive"] = count
 
-    def part(self, name: str, ms: float) -> None:
-        """A part of a step took so long: `plan` by the host's clock; `lookup`, `verify`, `commit` by the device's."""
-        self._add(f"part_steps/{name}", 1)
-        self._add(f"part_ms/{name}", round(ms * THOUSANDTHS))
-
     def bounded(self, name: str, most: int) -> None:
         """A drafter drafts for no request that is longer."""
         if most < UNBOUNDED:
             self._counts[f"most_tokens/{name}"] = most
 
-    def head(self, number: int, parent: int, went_back: int) -> None:
+    def head(self, number: int, went_back: int) -> None:
         """Another head drafts."""
-        self._counts.update(head=number, head_parent=parent, head_went_back=went_back)
+        self._counts.update(head=number, head_went_back=went_back)
 
     def elsewhere(self, alive: int, trees: int, wasted: int) -> None:
         """Of drafters in processes of their own: how many are ready, and what has come since this was told last."""
@@ -394,13 +346,7 @@ class Metrics(Listener):
         self._name_nodes()
         self._name_decisions()
         counts, self._counts = self._counts, {}
-        counts.update((name, count) for name, count in zip(_SUMS, self._sums, strict=True) if count)
-        self._sums = [0] * len(_SUMS)
         self._take_gain(counts)
-        for size in np.flatnonzero(self._sizes).tolist():
-            if size:
-                counts[f"tree_nodes/{size}"] = int(self._sizes[size])
-        self._sizes[:] = 0
         return counts
 
     def _take_gain(self, counts: dict[str, int]) -> None:
@@ -432,16 +378,15 @@ class Metrics(Listener):
         return name.removesuffix(ALTERNATIVES)
 
     def _name_nodes(self) -> None:
-        """The nodes counted so far get their names; those of the next version are other ones."""
+        """The nodes counted so far get their names."""
         for row, source in np.argwhere(self._nodes).tolist():
             name = self._sources[source] if source < len(self._sources) else "unknown"
-            version = f"/{self._version}" if row in _OF_VERSION else ""
-            self._add(f"{_BY_SOURCE[row]}/{name}{version}", int(self._nodes[row, source]))
+            self._add(f"{_BY_SOURCE[row]}/{name}", int(self._nodes[row, source]))
         self._named += self._nodes
         self._nodes[:] = 0
 
-    def _decided(self, is_on: bool, reason: str, nodes: int) -> None:
-        decision = (is_on, reason, nodes)
+    def _decided(self, is_on: bool, reason: str) -> None:
+        decision = (is_on, reason)
         if decision != self._decision:
             self._name_decisions()
             self._decision = decision
@@ -452,7 +397,7 @@ class Metrics(Listener):
         times, self._times = self._times, 0
         if self._decision is None or not times:
             return
-        is_on, reason, nodes = self._decision
+        is_on, reason = self._decision
         if reason not in self._reasons:
             if len(self._reasons) < _MOST_REASONS:
                 self._reasons.add(reason)
@@ -460,11 +405,7 @@ class Metrics(Listener):
                 reason = "other"
         label, what = reason.replace("/", " per ") or "none", "on" if is_on else "off"
         self._add(f"decisions/{what}/{label}", times)
-        if self._was_on not in (None, is_on):
-            self._add(f"switches/{what}/{label}", 1)
-        self._was_on = is_on
         self._counts["is_on"] = int(is_on)
-        self._counts["budget_nodes"] = nodes
 
     def _add(self, key: str, count: int) -> None:
         if count:

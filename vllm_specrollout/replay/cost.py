@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from vllm_specrollout.budgets.step_cost import CostLine, Load, fit_line, fit_two, load_of
+from vllm_specrollout.budgets.step_cost import CostLine, fit_line, fit_two
 from vllm_specrollout.replay.records import Trace, TraceError
 from vllm_specrollout.types import StepTiming
 
@@ -21,9 +21,11 @@ _LEAST_STEPS = 8
 
 
 class Cost(Protocol):
-    """Milliseconds of a step."""
+    """Milliseconds of a step, and of asking drafters after it, as `CostLine` has them."""
 
-    def step_ms(self, load: Load) -> float: ...
+    def step_ms(self, step: StepTiming, prompt_rows: int = 0, asked: int = 0) -> float: ...
+
+    def ask_ms(self, asked: int) -> float: ...
 
 
 def cost_of(trace: Trace) -> CostLine:
@@ -58,7 +60,7 @@ def _fitted(trace: Trace) -> CostLine:
         cause = f"the trace has {len(decode)} timed decode steps, and a cost line needs {_LEAST_STEPS}"
         raise TraceError(cause, "record a longer run")
     ms = np.asarray([max(timing.step_ms - ask, 0.0) for timing, ask in decode])
-    line = fit_line([load_of(timing) for timing, _ in decode], ms)
+    line = fit_line([timing for timing, _ in decode], ms)
     asked = [(views, ask) for _, ask, views, _ in steps if views]
     if asked:
         ask, ask_request = fit_two(*zip(*asked, strict=True))
@@ -75,7 +77,7 @@ def _with_prompts(line: CostLine, trace: Trace, steps: Sequence[_Timed]) -> Cost
         if timing.is_decode_only or computed <= 0:
             continue
         rows.append(computed)
-        extra.append(max(timing.step_ms - ask - line.step_ms(load_of(timing)), 0.0))
+        extra.append(max(timing.step_ms - ask - line.step_ms(timing), 0.0))
     if not rows or not nominal:
         return msgspec.structs.replace(line, prompt_row=max(line.node, line.request, *line.rows))
     share = min(1.0, sum(rows) / nominal)

@@ -180,7 +180,7 @@ def read_trace(path: Path) -> Trace:
     Raises:
         TraceError: no such file, not a trace, of another version, or damaged.
     """
-    lines = _Lines(path)
+    lines = PackedLines(path)
     numbered = enumerate(lines, start=1)
     header = _read_header(path, next(numbered, (1, bytearray()))[1])
     arrivals: list[Arrival] = []
@@ -215,15 +215,21 @@ def _read_header(path: Path, line: bytearray) -> Header:
     return header
 
 
-class _Lines:
-    """The lines of a packed file; a last line without an end is left out, and `is_cut` tells."""
+class PackedLines:
+    """The lines of a packed file; a last line without an end is left out, and `is_cut` tells.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    Args:
+        way: out of a file that cannot be unpacked.
+    """
+
+    def __init__(self, path: Path, way: str = _NOT_A_TRACE) -> None:
+        self._path, self._way = path, way
         self.is_cut = False
+        self.rest = bytearray()
+        """A last line that has no end, once all others are read."""
 
     def __iter__(self) -> Iterator[bytearray]:
-        rest, num_bytes = bytearray(), 0
+        rest, num_bytes = self.rest, 0
         for chunk in self._chunks():
             num_bytes += len(chunk)
             rest += chunk
@@ -233,7 +239,7 @@ class _Lines:
             if len(rest) > MOST_LINE or num_bytes > MOST_BYTES:
                 cause = f"`{self._path}` holds more than {MOST_BYTES} bytes, or a line of more than {MOST_LINE}"
                 raise TraceError(cause, "record a shorter run")
-        self.is_cut = self.is_cut or bool(rest)
+        self.rest, self.is_cut = rest, self.is_cut or bool(rest)
 
     def _chunks(self) -> Iterator[bytes]:
         """The file's content, unpacked piece by piece: a few bytes may expand to very many."""
@@ -252,9 +258,9 @@ class _Lines:
                         break
                     yield chunk if unpack is None else unpack.decompress(chunk)
         except OSError as error:
-            raise TraceError(f"`{self._path}` cannot be read: {error.strerror}", "name an existing trace") from None
+            raise TraceError(f"`{self._path}` cannot be read: {error.strerror}", "name an existing file") from None
         except errors as error:
-            raise TraceError(f"`{self._path}` is not a trace, or damaged: {error!s:.200}", _NOT_A_TRACE) from None
+            raise TraceError(f"`{self._path}` cannot be unpacked: {error!s:.200}", self._way) from None
         self.is_cut = unpack is not None and not unpack.eof
 
 

@@ -20,8 +20,8 @@ from vllm_specrollout.replay.records import OPEN, Arrival, Candidates, End, Head
 from vllm_specrollout.trees.batch import merge_select
 from vllm_specrollout.types import (
     MOST_NODES,
+    Answer,
     DraftLimits,
-    FinishedRequest,
     RequestBatch,
     RequestView,
     StepPlan,
@@ -137,7 +137,7 @@ class Recorder(Listener):
             # there was room, so who comes now did not exist when that step began
             self._ready_ms = begin_ms
 
-    def finished(self, ending: FinishedRequest) -> None:
+    def finished(self, ending: Answer) -> None:
         number = self._numbers.pop(ending.request_id, None)
         self._answers.pop(ending.request_id, None)
         # a request that may not be drafted for is never seen before its end

@@ -18,9 +18,9 @@ from vllm_specrollout.trees.batch import batch_of
 from vllm_specrollout.trees.build import below
 from vllm_specrollout.types import (
     EMPTY_TREE,
+    Answer,
     DraftLimits,
     DraftTree,
-    FinishedRequest,
     FinishReason,
     IntArray,
     RequestBatch,
@@ -73,11 +73,11 @@ class ReplayedRequest:
         self.prompt_left -= taken
         return taken
 
-    def ending(self) -> FinishedRequest:
+    def ending(self) -> Answer:
         prompt = self.arrival.num_prompt_tokens
         # an answer that the recording lost sight of is taken to end where it was last seen
         status = FinishReason.FINISHED if self.end.status == OPEN else FinishReason(self.end.status)
-        return FinishedRequest(
+        return Answer(
             self.view.request_id,
             self.arrival.problem_id,
             self.token_ids[:prompt],

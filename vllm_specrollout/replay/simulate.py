@@ -1,4 +1,4 @@
-"""A rollout without an engine: recorded answers, recorded proposals, any budget, a clock that is only counted.
+"""A rollout without an engine: recorded answers, any drafters and budget, a clock that is only counted.
 
 The step is the engine's own (speculator.py), and so is its order (worker/v1/runner.py): endings of the step before,
 admissions, the forward pass, verdicts, the time of the step before that, and the next drafts. An answer that ends in a
@@ -14,11 +14,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from vllm_specrollout.budgets.base import Budget
-from vllm_specrollout.budgets.step_cost import CostLine, Load, load_of
+from vllm_specrollout.budgets.step_cost import CostLine
+from vllm_specrollout.drafters.base import Drafter
 from vllm_specrollout.observe.guard import Guard
 from vllm_specrollout.replay.cost import Cost, cost_of
-from vllm_specrollout.replay.records import Trace
+from vllm_specrollout.replay.records import Header, Trace
 from vllm_specrollout.replay.requests import RecordedDrafter, ReplayedRequest, requests_of, verified
+from vllm_specrollout.scheduling.longest_first import Queue, Waiting
 from vllm_specrollout.speculator import PlannedStep, Speculator
 from vllm_specrollout.trees.batch import cut, num_branches
 from vllm_specrollout.types import DraftMode, RequestBatch, StepTiming, TreeBatch, VerifyResult, empty_trees
@@ -64,39 +66,78 @@ def replay(trace: Trace, budget: Budget, cost: Cost | None = None) -> Result:
     Raises:
         TraceError: no request of the trace has an end, or too few steps were timed.
     """
-    return _Replay(trace, budget, cost or cost_of(trace)).run()
+    cost = cost or cost_of(trace)
+    requests = requests_of(trace, cost.prompt_share if isinstance(cost, CostLine) else 1.0)
+    asking = AskingClock(cost)
+    drafter = RecordedDrafter(trace, {request.view.request_id: request for request in requests}, asking.spend)
+    return Replay(trace.header, cost, asking, [drafter], budget).run(requests)
 
 
-class _Replay:
-    """The engine's stand-in: one batch, one queue, one clock."""
+class AskingClock:
+    """Simulated time of the drafters, which nobody else's clock knows of."""
 
-    def __init__(self, trace: Trace, budget: Budget, cost: Cost) -> None:
-        self._header = trace.header
+    def __init__(self, cost: Cost) -> None:
         self._cost = cost
-        self._queue = deque(requests_of(trace, cost.prompt_share if isinstance(cost, CostLine) else 1.0))
+        self._ms = 0.0
+        self.asked = 0
+        """Requests that drafters were asked for in the step at hand."""
+
+    def __call__(self) -> float:
+        """Seconds, as a clock has them."""
+        return self._ms / 1e3
+
+    def spend(self, num_requests: int) -> None:
+        """Drafters are asked for so many requests: all of them at the price of one call, which is how it is timed."""
+        if not self.asked:
+            self.asked = num_requests
+            self._ms += self._cost.ask_ms(num_requests)
+
+
+class Replay:
+    """The engine's stand-in: one batch, one queue, one clock. What it learned in a rollout it knows in the next one.
+
+    Args:
+        asking: the time of these drafters.
+        order: which waiting request gets a place; None: the one that came first.
+    """
+
+    def __init__(
+        self,
+        header: Header,
+        cost: Cost,
+        asking: AskingClock,
+        drafters: Sequence[Drafter],
+        budget: Budget,
+        order: Queue | None = None,
+    ) -> None:
+        self._header, self._cost, self._asking, self._order = header, cost, asking, order
+        self._speculator = Speculator(drafters, budget, guard=Guard(is_strict=True), clock=asking)
+        # of the step before, where budgets learn of it one step late
+        self._late: StepTiming | None = None
+        self._steps_before = 0
+        self._begin([])
+
+    def _begin(self, requests: Sequence[ReplayedRequest]) -> None:
+        self._queue = deque(requests)
         self._running: list[ReplayedRequest] = []
         self._over: list[ReplayedRequest] = []
         self._now_ms = 0.0
-        # time of the drafters, which nobody else's clock knows of; and for how many requests they were asked last
-        self._asking_ms, self._asked = 0.0, 0
-        requests = {request.view.request_id: request for request in self._queue}
-        drafter = RecordedDrafter(trace, requests, self._spend)
-        clock = lambda: self._asking_ms / 1e3  # noqa: E731
-        self._speculator = Speculator([drafter], budget, guard=Guard(is_strict=True), clock=clock)
         # of the next step: whom it may have drafts for, and which
         self._drafted_for: list[ReplayedRequest] = []
         self._planned: PlannedStep | None = None
-        # of the step before, where budgets learn of it one step late
-        self._late: StepTiming | None = None
         self._decode_tokens = self._request_steps = self._drafted = self._accepted = 0
         self._finish_ms: dict[int, float] = {}
         self._step_ms: list[float] = []
         self._nodes: list[int] = []
 
-    def run(self) -> Result:
+    def run(self, requests: Sequence[ReplayedRequest]) -> Result:
+        """One rollout, from its first request to its last answer's end."""
+        self._begin(requests)
+        if self._order is not None:
+            self._order.arrive()
         while self._running or self._queue or self._over:
             for request in self._over:
-                self._speculator.finish(request.ending())
+                self._end(request)
             self._over = []
             prompt_rows = self._schedule()
             if self._running:
@@ -104,6 +145,7 @@ class _Replay:
             elif self._queue:
                 # nobody is there: wait for the next one
                 self._now_ms = max(self._now_ms, self._queue[0].arrival.ready_ms)
+        self._steps_before += len(self._nodes)
         return Result(
             makespan_ms=self._now_ms,
             steps=len(self._nodes),
@@ -117,8 +159,26 @@ class _Replay:
             nodes=tuple(self._nodes),
         )
 
+    def _end(self, request: ReplayedRequest) -> None:
+        ending = request.ending()
+        self._speculator.finish(ending)
+        self._speculator.forget(ending.request_id)
+        if self._order is not None:
+            self._order.observe(ending.problem_id, len(ending.token_ids))
+
+    def _put_in_order(self) -> None:
+        """Waiting requests, all of which have come, as the engine's scheduler orders them where memory is no limit."""
+        places = self._header.max_num_seqs - len(self._running)
+        if self._order is not None and self._order.is_due(len(self._queue), places):
+            waiting = [
+                Waiting(request.view.problem_id, request.arrival.max_tokens, request.arrival.request)
+                for request in self._queue
+            ]
+            self._queue = deque(self._queue[i] for i in self._order.order(waiting))
+
     def _schedule(self) -> dict[str, int]:
         """Admit who has come and finds a place; returns the prompt rows that the step computes, by request."""
+        self._put_in_order()
         header, rows = self._header, {}
         room = header.max_num_batched_tokens - sum(1 + r.num_nodes for r in self._running if not r.prompt_left)
         for request in self._running:
@@ -130,6 +190,7 @@ class _Replay:
                 break
             request = self._queue.popleft()
             self._running.append(request)
+            self._speculator.admit(request.view)
             rows[request.view.request_id] = taken = request.take_rows(room)
             room -= taken
         return rows
@@ -148,9 +209,9 @@ class _Replay:
             if self._late is not None:
                 self._speculator.timed(self._late)
             self._draft(running)
-        load = replace(load_of(timing), prompt_rows=sum(prompt_rows.values()), asked=self._asked)
-        step_ms = self._cost.step_ms(load)
-        self._late = replace(timing, step_ms=step_ms, ask_ms=self._ask_ms(load))
+        asked = self._asking.asked
+        step_ms = self._cost.step_ms(timing, sum(prompt_rows.values()), asked)
+        self._late = replace(timing, step_ms=step_ms, ask_ms=self._cost.ask_ms(asked))
         self._now_ms += step_ms
         self._step_ms.append(step_ms)
         self._nodes.append(timing.nodes)
@@ -166,15 +227,6 @@ class _Replay:
             return empty_trees([request.view.request_id for request in self._drafted_for])
         trees = self._planned.plan.trees
         return cut(trees, np.where([request.is_over for request in self._drafted_for], 0, trees.sizes))
-
-    def _ask_ms(self, load: Load) -> float:
-        """What of a step's time asking drafters takes."""
-        return self._cost.step_ms(load) - self._cost.step_ms(replace(load, asked=0)) if load.asked else 0.0
-
-    def _spend(self, num_requests: int) -> None:
-        """Drafters are asked for so many requests."""
-        self._asked = num_requests
-        self._asking_ms += self._ask_ms(Load(batch=num_requests, asked=num_requests))
 
     def _timing(self, prompt_rows: dict[str, int], trees: TreeBatch) -> StepTiming:
         """What the forward pass has to do; tokens and time come later."""
@@ -215,7 +267,7 @@ class _Replay:
 
     def _draft(self, running: Sequence[ReplayedRequest]) -> None:
         """The next step's drafts. Without a request to draft for, the budget is not asked either."""
-        step, self._asked = len(self._nodes), 0
+        step, self._asking.asked = self._steps_before + len(self._nodes), 0
         self._drafted_for, self._planned = [], None
         requests = [r for r in running if r.position and r.arrival.shape is not DraftMode.OFF]
         if not requests or self._speculator.is_paused(step, len(requests)):

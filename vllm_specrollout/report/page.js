@@ -28,6 +28,7 @@ function drawAll() {
   drawOverTime();
   drawBars();
   drawDrafters();
+  drawContexts();
   drawHistogram();
   drawTable();
   if (open.request >= 0 && open.rows) drawRequest();

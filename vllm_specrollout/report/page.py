@@ -127,6 +127,12 @@ def _requests(trace: Trace, table: Walk) -> dict[str, Any]:
         "drafted": _by_request(table, table.nodes > 0).tolist(),
         "verified": _by_request(table, table.nodes).tolist(),
         "accepted": _by_request(table, table.accepted).tolist(),
+        # versions that its first and its last token came of
+        "weights": [arrival.weights_version for arrival in trace.arrivals],
+        "last_weights": [
+            arrival.weights_version if end is None else end.weights_version
+            for arrival, end in zip(trace.arrivals, ends, strict=True)
+        ],
     }
     return {**columns, "problems": list(problems), "statuses": list(statuses)}
 

@@ -19,6 +19,8 @@ async function openRequest(request) {
     ["time", `${seconds(r.begin[request])} to ${seconds(r.end[request])}`],
     ["status", r.statuses[r.status[request]]],
   ];
+  const [weights, last] = [r.weights[request], r.last_weights[request]];
+  if (last) told.push(["weights", weights === last ? `version ${last}` : `versions ${weights} to ${last}`]);
   $("facts").replaceChildren(...told.map(([name, text]) => {
     const own = element("span", `${name} `);
     own.append(element("b", text));

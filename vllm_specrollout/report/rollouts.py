@@ -63,6 +63,9 @@ class RolloutSpan:
     proposed_by: list[int]
     verified_by: list[int] | None
     accepted_by: list[int]
+    # by context, in octaves: its least tokens; and of steps without a prompt their requests, their tokens, draft nodes
+    # verified and accepted
+    by_context: list[tuple[int, int, int, int, int]]
 
 
 def steps_of(trace: Trace, table: Walk) -> Steps:
@@ -110,10 +113,28 @@ def rollouts_of(trace: Trace, table: Walk, steps: Steps) -> list[RolloutSpan]:
     edges = np.unique(np.concatenate([[0], 1 + np.flatnonzero(steps.is_last), [len(trace.steps)]])).tolist()
     if len(edges) > 2 and not steps.running[edges[-2] :].any():
         del edges[-2]
-    return [_rollout(trace, table, steps, slice(*own)) for own in pairwise(edges)]
+    octaves = _octaves(trace, table)
+    return [_rollout(trace, table, steps, octaves, slice(*own)) for own in pairwise(edges)]
 
 
-def _rollout(trace: Trace, table: Walk, steps: Steps, own: slice) -> RolloutSpan:
+def _octaves(trace: Trace, table: Walk) -> Ints:
+    """[K] of the context that a row's request has before the step, prompt and answer; -1: its prompt was computed."""
+    owner, before = table.owner, np.cumsum(table.gained) - table.gained
+    prompts = np.array([arrival.num_prompt_tokens for arrival in trace.arrivals], np.int64)
+    first = before[np.minimum(table.start[:-1], max(len(before) - 1, 0))] if len(before) else before
+    context = prompts[owner] + before - first[owner]
+    is_decode = np.array([reason != PROMPT for reason in table.reasons], np.bool_)[table.why]
+    return np.where(is_decode & (context > 0), np.log2(np.maximum(context, 1)).astype(np.int64), -1)
+
+
+def _by_context(table: Walk, octaves: Ints, steps: slice) -> list[tuple[int, int, int, int, int]]:
+    own = (table.step >= steps.start) & (table.step < steps.stop) & (octaves >= 0)
+    columns = (np.ones(len(octaves)), table.gained, table.nodes, table.accepted)
+    sums = [np.bincount(octaves[own], column[own]).astype(np.int64).tolist() for column in columns]
+    return [(1 << octave, *found) for octave, found in enumerate(zip(*sums, strict=True)) if found[0]]
+
+
+def _rollout(trace: Trace, table: Walk, steps: Steps, octaves: Ints, own: slice) -> RolloutSpan:
     running = steps.running[own]
     most = int(running.max())
     told = [step.sources for step in trace.steps[own] if step.verified]
@@ -138,4 +159,5 @@ def _rollout(trace: Trace, table: Walk, steps: Steps, own: slice) -> RolloutSpan
         proposed_by=table.proposed_by[own].sum(axis=0).tolist(),
         verified_by=np.sum(by, axis=0).tolist() if all(told) and by else None,
         accepted_by=table.accepted_by[own].sum(axis=0).tolist(),
+        by_context=_by_context(table, octaves, own),
     )

@@ -126,6 +126,24 @@ function drawDrafters() {
   $("drafternote").textContent = isTold ? "" : "Which drafter's nodes were verified is not in traces of this age.";
 }
 
+/** Where drafts cease to hold: a drafter's own context may be shorter than the target's. */
+function drawContexts() {
+  const found = new Map();
+  for (const [least, ...own] of chosen().flatMap((one) => one.by_context)) {
+    const sums = found.get(least) || own.map(() => 0);
+    found.set(least, sums.map((value, k) => value + own[k]));
+  }
+  const head = element("tr");
+  head.append(...["context", "tokens per step", "nodes per step", "accepted"].map((title) => element("th", title)));
+  const rows = [...found].sort(([a], [b]) => a - b).map(([least, [steps, tokens, verified, accepted]]) => {
+    const row = element("tr");
+    row.append(...[`${count(least)} to ${count(2 * least - 1)}`, speedText(tokens / steps), (verified / steps).toFixed(1),
+      percent(accepted, verified)].map((text) => element("td", text)));
+    return row;
+  });
+  $("contexts").replaceChildren(head, ...rows);
+}
+
 function dot(shade) {
   const own = element("i");
   own.style.cssText = `display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:6px;background:${shade}`;

@@ -263,7 +263,7 @@ def _on(engine_args: Any, config: SpecRolloutConfig, engine: engines.Engine) -> 
     travelling = {} if request_metrics == "none" else {settings.REQUEST_METRICS_KEY: request_metrics}
     changes = {
         "worker_cls": engine.worker,
-        "block_size": engine_args.block_size or config.block_size or own_size,
+        "block_size": engine_args.block_size or own_size,
         # the scheduler and the front end go on as without a model: only the worker knows of it
         "speculative_config": None,
         **dict.fromkeys(_SPECULATIVE),

@@ -42,6 +42,7 @@ _TURN_TOKENS = 1 << 16
 _KEPT = 3  # heads that were published
 _BEAT_S, _SELDOM_S = 0.2, 2.0
 _PATIENCE = 5  # beats without anything to do
+_WRITE_S = 60.0  # a head is waited for
 
 
 class HeadLearning:
@@ -70,6 +71,8 @@ class HeadLearning:
         self._ends, self._ends_of = 0, None
         # requests that come are the engine's own
         self._is_asking = False
+        self.holds = False
+        """Heads are published later: nothing says meanwhile what one is worth in this engine."""
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
@@ -82,7 +85,8 @@ class HeadLearning:
         heard = self._heard()
         actions = self._spot.decide(heard)
         for action in actions:
-            self._do(action)
+            if not (self.holds and isinstance(action, self._spot.Publish)):
+                self._do(action)
         number = max(self._parent.numbers_in(self.folder), default=0)
         if number > self._loaded and not found[0]["is_asleep"]:
             yield from self._load(number)
@@ -127,9 +131,13 @@ class HeadLearning:
         own, engine = self._trainer, self._engine
         if own is None:
             return not self.is_learning or not self._leads()
-        is_publishing = own.wish.publish > max(own.said.published, own.said.failed)
         is_out = own.said.wants_rows and not own.said.has_more and not engine.has_answers
-        return not is_publishing and (is_out or not self.is_learning)
+        return not self.is_publishing and (is_out or not self.is_learning)
+
+    @property
+    def is_publishing(self) -> bool:
+        """Whether the trainer writes a head."""
+        return self._trainer is not None and self._heard().trainer.is_publishing
 
     def close(self) -> None:
         if self._trainer is not None:
@@ -337,11 +345,12 @@ async def _attend(ref: Callable[[], Any], learning: HeadLearning) -> None:
 def learn(llm: Any, seconds: float = 60.0) -> dict[str, int]:
     """Have the head of an `LLM` learn from what was answered: call it between two `generate`s.
 
-    It returns once nothing is to be learned. Where the trainer has `train.devices` of its own, it goes on behind.
+    It returns once nothing is to be learned. The best head of the call drafts from its end on, if it is better than the
+    one before. Where the trainer has `train.devices` of its own, it goes on behind.
 
     Args:
         llm: started with `{"train": "auto"}`.
-        seconds: the most that it may take.
+        seconds: the most that it may take, but for the writing of a head.
 
     Returns:
         "number" of the head that drafts, and of its "parent"; times that it "went_back"; and what the metrics
@@ -358,7 +367,10 @@ def learn(llm: Any, seconds: float = 60.0) -> dict[str, int]:
         llm.spec_rollout_learning = learning
         weakref.finalize(llm, learning.close)
     until, waited = learning.clock() + seconds, 0
-    while waited < _PATIENCE and learning.clock() < until:
+    learning.holds = True
+    while learning.holds or (learning.is_publishing and learning.clock() < until + _WRITE_S):
+        # the best head of them all, in time for the next requests
+        learning.holds = waited < _PATIENCE and learning.clock() < until
         if ask(llm, learning.beat(False), check_has_model):
             begin = learning.clock()
             learning.turned(prefill(llm, learning.address, _TURN_TOKENS), learning.clock() - begin)

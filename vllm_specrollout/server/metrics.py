@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from vllm_specrollout.observe.metrics import Metric
 
 LABELS = ["model_name", "engine"]
-NEWEST_VERSIONS = 16
-"""A run has thousands of weights versions; of older ones the series are dropped."""
 
 
 def count_drafts(original: Callable[..., None]) -> Callable[..., None]:
@@ -69,9 +67,6 @@ class Counts:
             metric.name: (metric, _make(metrics.PREFIX + metric.name, metric, kinds[metric.kind]))
             for metric in metrics.METRICS
         }
-        self._version_label = metrics.VERSION
-        # (metric, labels) -> weights version, of the series that are shown
-        self._by_version: dict[tuple[str, tuple[object, ...]], int] = {}
         for metric, made in self._known.values():
             if not metric.labels:
                 for values in self._labels.values():
@@ -89,23 +84,10 @@ class Counts:
                     child.observe(int(rest[0]) / metric.scale)
                 continue
             child = made.labels(*self._labels[engine], *rest)
-            if self._version_label in metric.labels:
-                self._drop_old(made, name, (*self._labels[engine], *rest))
             if metric.kind == "gauge":
                 child.set(count / metric.scale)
             else:
                 child.inc(count / metric.scale)
-
-    def _drop_old(self, made: Any, name: str, labels: tuple[object, ...]) -> None:
-        """Drop the series of weights that are old by now; `labels` ends in the version of the newest count."""
-        if (name, labels) in self._by_version:
-            return
-        self._by_version[name, labels] = newest = int(str(labels[-1]))
-        for (metric, old), version in list(self._by_version.items()):
-            # Ray's metrics cannot be dropped
-            if metric == name and version <= newest - NEWEST_VERSIONS and hasattr(made, "remove"):
-                del self._by_version[metric, old]
-                made.remove(*old)
 
 
 def _make(name: str, metric: Metric, cls: Any) -> Any:

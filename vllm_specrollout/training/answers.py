@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_specrollout.observe.listener import Listener
-from vllm_specrollout.types import FinishedRequest, FinishReason, IntArray
+from vllm_specrollout.types import Answer, FinishReason, IntArray
 
 MOST_TOKENS = 1 << 22
 """Of all answers kept, prompts included: 16 MiB."""
@@ -47,7 +47,7 @@ class AnswerRing(Listener):
     def __len__(self) -> int:
         return len(self._kept)
 
-    def finished(self, ending: FinishedRequest) -> None:
+    def finished(self, ending: Answer) -> None:
         if ending.status is FinishReason.ABORTED or not len(ending.token_ids):
             return
         token_ids = np.concatenate([ending.prompt_ids, ending.token_ids]).astype(np.int32)

@@ -350,7 +350,7 @@ class StatsMixin(_Base):
         stats["self_check"] = getattr(runner, "self_check", None)
         withheld = runner.drafting.withheld
         stats["withheld_checked"], stats["withheld_differing"] = withheld.checked, withheld.differing
-        stats["request_reasons"] = runner.desk.reasons()
+        stats["request_reasons"] = runner.admissions.reasons()
         stats["failures"] = dict(runner.spec_rollout.guard.failures)
         gain = runner.metrics.total
         stats["decode_s"], stats["plain_s"] = gain.spent_ms / 1e3, gain.plain_ms / 1e3

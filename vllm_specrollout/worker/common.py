@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from vllm import envs
@@ -144,7 +144,5 @@ class Stats:
     step_ms: float = 0.0
     draft_ms: float = 0.0
     layout_ms: float = 0.0
-    # V2 runner: part of a step -> [steps, milliseconds], of those that were timed; see `Metrics.part`
-    by_part: dict[str, list[float]] = field(default_factory=dict)
     # V1 runner: accepted paths other than their trees' first; V2 runner: steps whose slots may have moved
     branches_committed: int = 0

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vllm_specrollout.cluster.mail import Office
+from vllm_specrollout.cluster.mail import MailServer
 from vllm_specrollout.cluster.serving import Serving
 from vllm_specrollout.config import envs
 from vllm_specrollout.worker.ending import Ending, end_with
@@ -71,7 +71,7 @@ def serve(
     # not those of the process that began this one, which vLLM has bound to its own
     os.sched_setaffinity(0, cores or range(os.cpu_count() or 1))
     ending = Ending()
-    office = Office(address, key_file=key_file)
+    office = MailServer(address, key_file=key_file)
     try:
         # imported late: an address that cannot be used is said at once
         from vllm_specrollout.worker.drafter_engine import DrafterEngine

@@ -18,7 +18,7 @@ from vllm_specrollout.config.resuming import asks_for_watermark
 from vllm_specrollout.history.problems import Attribution, prompt_hash
 from vllm_specrollout.scheduling.support import RequestTraits, request_shape
 from vllm_specrollout.trees.tape import SeedTape, VectorTape
-from vllm_specrollout.types import DraftMode, FinishedRequest, FinishReason, IntArray, RequestView
+from vllm_specrollout.types import Answer, DraftMode, FinishReason, IntArray, RequestView
 from vllm_specrollout.worker.arriving import attribution_of, ends_of_grammar, is_session
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def ends_of(params: SamplingParams) -> IntArray:
     return np.unique(np.asarray(given, dtype=np.int32))
 
 
-class Desk:
+class Admissions:
     """Admits requests for one engine, and remembers why some got less than trees."""
 
     def __init__(self, model_shape: DraftMode) -> None:
@@ -169,16 +169,14 @@ class RequestState:
         view.weights_version = weights_version
         return view
 
-    def ending(
-        self, prompt_ids: IntArray, token_ids: IntArray, status: FinishReason, weights_version: int
-    ) -> FinishedRequest:
+    def ending(self, prompt_ids: IntArray, token_ids: IntArray, status: FinishReason, weights_version: int) -> Answer:
         """What drafters are told at its end.
 
         Args:
             prompt_ids, token_ids: int32 the prompt, and the answer without what was sampled beyond its end.
         """
         view = self.view
-        return FinishedRequest(
+        return Answer(
             view.request_id,
             view.problem_id,
             np.array(prompt_ids, dtype=np.int32),
@@ -213,21 +211,21 @@ class RequestEntry(RequestState):
         assert self.state.sampling_params is not None
         return self.state.sampling_params.temperature
 
-    def ended(self, num_tokens: int, status: FinishReason, weights_version: int) -> FinishedRequest:
+    def ended(self, num_tokens: int, status: FinishReason, weights_version: int) -> Answer:
         """What drafters are told at its end; `num_tokens` of the answer count."""
         output = np.asarray(self.state.output_token_ids[:num_tokens], dtype=np.int32)
         return self.ending(
             np.asarray(self.state.prompt_token_ids or [], dtype=np.int32), output, status, weights_version
         )
 
-    def part_ended(self, weights_version: int) -> FinishedRequest:
+    def part_ended(self, weights_version: int) -> Answer:
         """What drafters are told of a session's part, once the next one is there."""
         count = len(self.state.output_token_ids)
         status = FinishReason.FINISHED if count < self.admission.max_tokens else FinishReason.TRUNCATED
         return self.ended(count, status, weights_version)
 
 
-class RequestBook(Desk):
+class RequestBook(Admissions):
     """All requests the worker has seen and not forgotten."""
 
     def __init__(

@@ -16,6 +16,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 
 from vllm_specrollout import __version__, drafters
 from vllm_specrollout.budgets.registry import make_budget
+from vllm_specrollout.budgets.step_cost import TIME_SHARE
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history.store import HistoryStore
@@ -139,7 +140,5 @@ def make_speculator(vllm_config: VllmConfig, runner: str) -> tuple[Speculator, M
     listeners: list[Listener] = [metrics, *([] if recorder is None else [recorder])]
     if config.train.mode == "auto" and is_first_rank():
         listeners.append(AnswerRing())  # what ends before a trainer asks is learned from too
-    speculator = Speculator(
-        proposers, budget, vocab_size=vocabulary.size, listeners=listeners, time_share=config.time_share
-    )
+    speculator = Speculator(proposers, budget, vocab_size=vocabulary.size, listeners=listeners, time_share=TIME_SHARE)
     return speculator, metrics

@@ -24,11 +24,10 @@ from tests.e2e.identity.check import VOCAB
 from tests.e2e.identity.compare import compare, run
 from tests.e2e.identity.engines import engine, model
 from tests.e2e.short_context import with_context
-from vllm_specrollout.budgets.step_cost import Asking
+from vllm_specrollout.budgets.step_cost import TIME_SHARE, Asking
 from vllm_specrollout.cluster.child import Command, WarmDrafter
-from vllm_specrollout.cluster.mail import Box
+from vllm_specrollout.cluster.mail import MailClient
 from vllm_specrollout.cluster.messages import Message
-from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.drafters.decoupled import connect
 
 pytestmark = pytest.mark.nightly
@@ -109,7 +108,7 @@ class Faulty:
         chance: of each fault, per message.
     """
 
-    def __init__(self, mail: Box, rng: random.Random, chance: float) -> None:
+    def __init__(self, mail: MailClient, rng: random.Random, chance: float) -> None:
         self.mail, self.rng, self.chance, self.address = mail, rng, chance, mail.address
         self.late: list[Message] = []
 
@@ -242,7 +241,7 @@ def test_a_drafter_whose_time_is_limited_as_engines_are_shipped_changes_no_token
     """Other tests set no limit. It holds from the first step on whose time is known: before that it has drafted."""
     speculator, before = stage.runner.spec_rollout, dict(stage.runner.spec_rollout.guard.failures)
     monkeypatch.setattr(speculator.guard, "is_strict", False)
-    monkeypatch.setattr(speculator, "_asking", Asking(SpecRolloutConfig().time_share))
+    monkeypatch.setattr(speculator, "_asking", Asking(TIME_SHARE))
     accepted = stage.runner.stats.accepted
 
     def before_step(step: int) -> None:

@@ -21,6 +21,7 @@ from tests.e2e.identity.engines import Engine, engine, model
 from tests.e2e.identity.fuzz import FuzzDrafter
 from tests.unlike import unlike_rows
 from vllm_specrollout.types import DraftMode
+from vllm_specrollout.worker.v1 import kv
 
 
 def _simple(count: int, seed: int, length: int, max_tokens: int) -> list[Case]:
@@ -188,13 +189,13 @@ def test_models_with_two_kinds_of_cache_draft_chains(models: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_larger_block_size_and_scarce_scratch_change_nothing(models: Path) -> None:
+def test_a_larger_block_size_and_scarce_scratch_change_nothing(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv, "MOST_SCRATCH", 5)
     check_identity(
         model(models, "llama", "bfloat16"),
         "bfloat16",
         cases(20, VOCAB, seed=6, max_tokens=30),
         block_size=128,
-        spec_rollout={"scratch_blocks": 5},
     )
 
 

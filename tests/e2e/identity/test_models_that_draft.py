@@ -19,7 +19,8 @@ from tests.e2e.identity.compare import run
 from tests.e2e.identity.engines import Engine, engine, model
 from tests.e2e.identity.test_engine_features import random_adapter
 from tests.e2e.short_context import check_around_long_ones, with_context
-from vllm_specrollout.config import SpecRolloutConfig, envs
+from vllm_specrollout.budgets.step_cost import TIME_SHARE
+from vllm_specrollout.config import envs
 
 FIXED = {"drafters": [], "budget": "fixed", "max_draft_tokens": 12, "max_depth": 5}
 
@@ -159,7 +160,7 @@ def test_a_model_drafts_for_prompts_that_come_in_chunks_as_engines_are_shipped(
     requests = cases(12, VOCAB, seed=15, max_tokens=40, only=("temperature 1", "greedy", "top_p", "n 3"))
     with engine(target, "float32", is_ours=True, spec_rollout=spec_rollout, max_num_batched_tokens=48) as ours:
         plain = run(ours.llm, requests, enabled=False)
-        assert ours.runner.spec_rollout._asking.share == SpecRolloutConfig().time_share < math.inf
+        assert ours.runner.spec_rollout._asking.share == TIME_SHARE < math.inf
         drafted = run(ours.llm, requests)
         (stats,) = ours.llm.collective_rpc("spec_rollout_stats")
         _, _, accepted = ours.runner.model_drafter.acceptance._counts

@@ -66,7 +66,7 @@ def test_a_resumed_request_may_be_preempted_and_prefilled_in_pieces(models: Path
         truth = run(stock.llm, requests)
     wanted = [list(one.outputs[0].token_ids) for one in truth]
     tight = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 14, "block_size": 32, "max_model_len": 400}
-    with engine(path, "float32", is_ours=True, spec_rollout={"scratch_blocks": 64}, **tight) as ours:
+    with engine(path, "float32", is_ours=True, **tight) as ours:
         scheduler = ours.llm.llm_engine.engine_core.engine_core.scheduler
         preempted: list[str] = []
         original = scheduler._preempt_request

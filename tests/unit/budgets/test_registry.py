@@ -21,8 +21,8 @@ from vllm_specrollout.budgets.papers.tlt import TltBudget
 from vllm_specrollout.budgets.registry import make_budget, names
 from vllm_specrollout.config import BUDGETS, parse
 from vllm_specrollout.types import (
+    Answer,
     DraftMode,
-    FinishedRequest,
     FinishReason,
     RequestBatch,
     StepPlan,
@@ -99,7 +99,7 @@ def _play(budget: Budget, steps: list[_Step]) -> list[tuple[RequestBatch, StepPl
         trees = plan.trees if plan else empty_trees(item.batch.request_ids)
         cost = timing(item.batch.size, trees.num_nodes, item.ms, is_decode_only=item.is_decode_only)
         late = StepRecord(plan, trees, _first_children(trees), cost, item.batch, item.proposals)
-    budget.finish(FinishedRequest("r0", "p0", np.zeros(2, np.int32), np.zeros(9, np.int32), FinishReason.FINISHED))
+    budget.finish(Answer("r0", "p0", np.zeros(2, np.int32), np.zeros(9, np.int32), FinishReason.FINISHED))
     return played
 
 
@@ -151,11 +151,9 @@ def test_the_engines_limits_reach_the_budget(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "option", "value"),
     [
-        ("histospec", "cap", 9),
-        ("das", "long", 0.9),
         ("fastgrpo", "c_peak", 300),
         ("tlt", "threshold", 48),
-        ("specactor", "replan", 50),
+        ("specactor", "draft_ms", 5.0),
     ],
 )
 def test_options_reach_the_budget(name: str, option: str, value: float) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.unit.cluster import standin
 from vllm_specrollout.cluster.child import Command, WarmDrafter
-from vllm_specrollout.cluster.mail import Office
+from vllm_specrollout.cluster.mail import MailServer
 from vllm_specrollout.cluster.reports import Given
 from vllm_specrollout.cluster.serving import Grown, Serving
 from vllm_specrollout.config.devices import shared
@@ -88,7 +88,7 @@ class Engine(standin.Replica):
 if __name__ == "__main__":
     address, diary = sys.argv[1:3]
     parent = os.getppid()
-    office = Office(address)
+    office = MailServer(address)
     serving = Serving(Silent(diary), office, lambda: os.getppid() != parent)
     serving.rest(True)
     serving.run()

@@ -13,7 +13,7 @@ import pytest
 
 from tests.unit.cluster.standin import Engine, answer, token
 from vllm_specrollout.cluster import driver
-from vllm_specrollout.cluster.batch import Answer, GroupError, Open, RequestChecker
+from vllm_specrollout.cluster.batch import GroupAnswer, GroupError, Open, RequestChecker
 from vllm_specrollout.cluster.driver import BEHIND, Driver, EngineLost
 from vllm_specrollout.cluster.transfer import Transfer
 from vllm_specrollout.errors import ConfigError, SpecRolloutError
@@ -56,7 +56,7 @@ class World:
         self.driver = Unhurried(self, names, ladder, clock=lambda: self.now)
         # engine whose death nobody has heard of yet -> whether it met no call, so that the next one meets it
         self.unnoticed: dict[str, bool] = {}
-        self.asking, self.found = RequestChecker(0), dict[str, Answer | GroupError]()
+        self.asking, self.found = RequestChecker(0), dict[str, GroupAnswer | GroupError]()
         self.transfer = Transfer(self.driver, self, 1, "", lambda what: what)
         self.driver.start()
 
@@ -140,7 +140,7 @@ class World:
         self.driver.add(asked)
         return asked
 
-    async def finish(self, asked: dict[str, Open], each: Callable[[], None] = lambda: None) -> dict[str, Answer]:
+    async def finish(self, asked: dict[str, Open], each: Callable[[], None] = lambda: None) -> dict[str, GroupAnswer]:
         while not all(request in self.found for request in asked):
             each()
             await self.turn()
@@ -169,7 +169,7 @@ def _tell(call: Call, found: Any) -> None:
         future.set_result(found)
 
 
-def expected(own: Open, found: Answer, weights: dict[int, int] | None = None) -> list[int]:
+def expected(own: Open, found: GroupAnswer, weights: dict[int, int] | None = None) -> list[int]:
     """Its tokens, each by the weights that the answer names for it: those of its version's number, or of a table."""
     assert found.versions[0][0] == 0
     ends = [start for start, _ in found.versions[1:]] + [own.params["max_tokens"]]

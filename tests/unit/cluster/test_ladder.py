@@ -8,21 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.reference import decoupled_plan as naive
-from vllm_specrollout.cluster.ladder import Attach, Copy, Engine, Prices, Run, Worker, assign, decide, lend
+from vllm_specrollout.cluster.ladder import Attach, Copy, GroupEngine, GroupPrices, Run, Worker, assign, decide, lend
 
 METHODS = ("small", "large", "ngram")
 
 
-def engine(running: dict[str, Copy] | None = None, *, places: int = 4, **more: Any) -> Engine:
-    return Engine(version=1, places=places, running=running or {}, host="here", **more)
+def engine(running: dict[str, Copy] | None = None, *, places: int = 4, **more: Any) -> GroupEngine:
+    return GroupEngine(version=1, places=places, running=running or {}, host="here", **more)
 
 
-def decided(engines: dict[str, Engine], prices: Prices | None = None, *, moves: bool = True) -> list[Run]:
+def decided(engines: dict[str, GroupEngine], prices: GroupPrices | None = None, *, moves: bool = True) -> list[Run]:
     """Of what runs."""
-    return decide([], engines, 1, {}, prices or Prices(), {}, moves=moves)
+    return decide([], engines, 1, {}, prices or GroupPrices(), {}, moves=moves)
 
 
-def lent(engines: dict[str, Engine]) -> list[Attach]:
+def lent(engines: dict[str, GroupEngine]) -> list[Attach]:
     return lend(engines, 4)
 
 
@@ -30,9 +30,9 @@ def long(tokens: int = 400, steps: int = 400) -> Copy:
     return Copy(prompt=10, tokens=tokens, gained=tokens, steps=steps)
 
 
-def measured(*, fill_s: float) -> Prices:
+def measured(*, fill_s: float) -> GroupPrices:
     """A step takes 10 ms, and 2 ms more for each request."""
-    prices = Prices()
+    prices = GroupPrices()
     for batch in (1, 8):
         prices.stepped(batch, 0.01 + 0.002 * batch)
     prices.filled(1, fill_s)
@@ -42,7 +42,7 @@ def measured(*, fill_s: float) -> Prices:
 def test_an_engine_with_other_weights_or_none_gets_nothing() -> None:
     old, down = engine(), engine()
     old.version, down.version = 0, None
-    assert decide([("x", "x")], {"a": old, "b": down}, 1, {}, Prices(), {}, moves=True) == []
+    assert decide([("x", "x")], {"a": old, "b": down}, 1, {}, GroupPrices(), {}, moves=True) == []
 
 
 def test_half_of_the_fullest_ones_requests_move_where_smaller_batches_repay_the_prefill() -> None:
@@ -91,7 +91,7 @@ def test_prices_lie_on_the_line_between_what_was_measured_and_nowhere_else() -> 
     prices = measured(fill_s=0.5)
     assert prices.step_s(1) == 0.012 and abs((prices.step_s(4) or 0.0) - 0.018) < 1e-12
     assert prices.step_s(9) is None and prices.step_s(0) is None
-    assert prices.prefill_s(3) == 1.5 and Prices().prefill_s(3) is None
+    assert prices.prefill_s(3) == 1.5 and GroupPrices().prefill_s(3) is None
     prices.stepped(1, 0.112)
     assert abs((prices.step_s(1) or 0.0) - 0.022) < 1e-12, "the newest has a tenth"
 
@@ -100,7 +100,7 @@ def test_problems_with_long_answers_come_first_and_each_goes_where_the_least_is_
     engines = {"a": engine({"r": Copy(1, 1, left=250.0)}), "b": engine()}
     waiting = [(problem + "0", problem) for problem in "xyz"]
     forecasts = {"x": 100.0, "y": 300.0, "z": 200.0}
-    found = decide(waiting, engines, 1, {}, Prices(), forecasts, moves=False)
+    found = decide(waiting, engines, 1, {}, GroupPrices(), forecasts, moves=False)
     assert found == [Run("b", "y0"), Run("a", "z0"), Run("b", "x0")]
 
 

@@ -13,7 +13,18 @@ from tests.reference.decoupled import VOCABULARY, Box, Wire, sampling
 from vllm_specrollout.cluster.child import DrafterProcessError
 from vllm_specrollout.cluster.link import HANG_S, Link
 from vllm_specrollout.cluster.mail import MailError
-from vllm_specrollout.cluster.messages import MOST_BYTES, VERSION, Bye, Drafted, Hello, Message, Told, Work, ints, longs
+from vllm_specrollout.cluster.messages import (
+    MOST_BYTES,
+    VERSION,
+    Bye,
+    DraftUpdate,
+    Hello,
+    Message,
+    VerifierUpdate,
+    Work,
+    ints,
+    longs,
+)
 from vllm_specrollout.drafters.decoupled import MOST_LINKS, DecoupledDrafter
 from vllm_specrollout.errors import ConfigError, SpecRolloutError
 from vllm_specrollout.types import DraftLimits, RequestBatch, RequestView, TreeBatch
@@ -65,10 +76,10 @@ def engine() -> Engine:
     return Engine()
 
 
-def drafts(handle: int, position: int, *rows: tuple[int, int, int, float]) -> Drafted:
+def drafts(handle: int, position: int, *rows: tuple[int, int, int, float]) -> DraftUpdate:
     """Of one request: token, parent, rank and log probability of each node."""
     tokens, parents, ranks, q = zip(*rows, strict=True)
-    return Drafted(
+    return DraftUpdate(
         np.array([handle], np.int64).tobytes(),
         np.array([position], np.int32).tobytes(),
         np.array([0, len(rows)], np.int32).tobytes(),
@@ -80,7 +91,7 @@ def drafts(handle: int, position: int, *rows: tuple[int, int, int, float]) -> Dr
 
 
 NO_NODES = (b"", b"", np.zeros(1, np.int32).tobytes(), b"", b"", b"", b"")
-NOTHING = Drafted(*NO_NODES)
+NOTHING = DraftUpdate(*NO_NODES)
 
 
 def test_a_drafter_drafts_from_the_step_after_its_greeting_for_requests_in_flight(engine: Engine) -> None:
@@ -92,7 +103,7 @@ def test_a_drafter_drafts_from_the_step_after_its_greeting_for_requests_in_fligh
     engine.say("one", HELLO)
     engine.step()
     (told,) = engine.heard("one")
-    assert isinstance(told, Told)
+    assert isinstance(told, VerifierUpdate)
     assert [ints(one.token_ids).tolist() for one in told.opened] == [[1, 2, 3, 7, 8], [4, 5, 6]]
     assert [(one.sampling.seed, one.prompt_tokens, one.max_tokens) for one in told.opened] == [(0, 3, 20), (1, 3, 20)]
     engine.say("one", drafts(1, 5, (9, -1, 0, -0.5)))
@@ -122,7 +133,7 @@ def test_a_drafter_drafts_for_those_that_it_is_assigned(engine: Engine) -> None:
     engine.step()
     assert list(link.open) == ["0"]
     told = engine.heard("one")[-1]
-    assert isinstance(told, Told) and longs(told.closed).tolist() == [1] and len(told.opened) == 1
+    assert isinstance(told, VerifierUpdate) and longs(told.closed).tolist() == [1] and len(told.opened) == 1
     assert engine.drafter.assign("one", None)["request_ids"] is None
     engine.step()
     assert set(link.open) == {"0", "1"}
@@ -138,7 +149,7 @@ def test_a_drafter_that_is_let_go_hears_that_and_another_goes_on(engine: Engine)
     assert list(engine.drafter.links) == ["two"] and not engine.wires["ipc://one"].to_engine
     engine.tokens["0"].append(3)
     engine.step()
-    assert [type(message) for message in engine.heard("two")] == [Told]
+    assert [type(message) for message in engine.heard("two")] == [VerifierUpdate]
     assert engine.drafter.works_ahead
     engine.drafter.detach("two")
     assert not engine.drafter.works_ahead and engine.step().num_nodes == 0
@@ -233,7 +244,7 @@ def test_a_drafter_that_does_not_keep_up_is_begun_with_anew(engine: Engine) -> N
     engine.say("one", HELLO)
     engine.step()
     told = engine.heard("one")[-1]
-    assert isinstance(told, Told) and len(told.opened) == 2 and set(longs(told.closed).tolist()) >= {1, 2}
+    assert isinstance(told, VerifierUpdate) and len(told.opened) == 2 and set(longs(told.closed).tolist()) >= {1, 2}
 
 
 def begun(engine: Engine, hello: Hello = HELLO) -> tuple[Link, Any]:
@@ -315,7 +326,7 @@ def test_drafts_that_are_none_are_dropped_and_counted_and_said_once(
 
 def test_what_is_counted_is_plain_and_outlives_its_link(engine: Engine) -> None:
     link = engine.attach("one")
-    engine.say("one", Drafted(*NO_NODES, Work(500.0, 5, 9, 7, 2)))
+    engine.say("one", DraftUpdate(*NO_NODES, Work(500.0, 5, 9, 7, 2)))
     engine.say("one", drafts(1, 3, (9, -1, 0, -0.5)))
     engine.step()
     state = engine.drafter.state()["one"]

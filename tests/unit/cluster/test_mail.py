@@ -13,14 +13,14 @@ import zmq
 
 from tests.waiting import until
 from vllm_specrollout.cluster import mail
-from vllm_specrollout.cluster.mail import HIGH_WATER, Box, MailError, Office, check_served
+from vllm_specrollout.cluster.mail import HIGH_WATER, MailClient, MailError, MailServer, check_served
 from vllm_specrollout.cluster.messages import VERSION, Bye, Hello, Message
 from vllm_specrollout.errors import ConfigError
 
 HELLO = Hello(VERSION, 50)
 
 
-def heard(end: Office | Box) -> list[Any]:
+def heard(end: MailServer | MailClient) -> list[Any]:
     found: list[Any] = []
     until(lambda: found.extend(end.receive()) or found)
     return found
@@ -38,8 +38,8 @@ def address(request: pytest.FixtureRequest, tmp_path: Path, key: None) -> str:
 
 
 def test_two_engines_and_a_drafter_hear_each_other(address: str) -> None:
-    office = Office(address)
-    boxes = [Box(office.address) for _ in range(2)]
+    office = MailServer(address)
+    boxes = [MailClient(office.address) for _ in range(2)]
     for i, box in enumerate(boxes):
         assert box.send(Hello(VERSION, i))
     said: list[tuple[bytes, Message]] = []
@@ -53,29 +53,29 @@ def test_two_engines_and_a_drafter_hear_each_other(address: str) -> None:
 
 
 def test_a_drafter_that_is_begun_anew_is_found_again_and_hears_what_waited(address: str) -> None:
-    office = Office(address)
-    where, box = office.address, Box(office.address)
+    office = MailServer(address)
+    where, box = office.address, MailClient(office.address)
     box.send(HELLO)
     heard(office)
     office.close()
     for _ in range(3):
         assert box.send(HELLO)
-    office = Office(where)
+    office = MailServer(where)
     assert {message for _, message in heard(office)} == {HELLO}
     box.close()
     office.close()
 
 
 def test_what_is_full_refuses_and_never_waits(tmp_path: Path) -> None:
-    box = Box(f"ipc://{tmp_path}/nobody")
+    box = MailClient(f"ipc://{tmp_path}/nobody")
     sent = [box.send(HELLO) for _ in range(HIGH_WATER + 10)]
     assert sent.count(False) >= 10 and sent[0]
     box.close()
 
 
 def test_an_engine_that_is_gone_is_said_to_be(address: str) -> None:
-    office = Office(address)
-    box = Box(office.address)
+    office = MailServer(address)
+    box = MailClient(office.address)
     box.send(HELLO)
     ((name, _),) = heard(office)
     box.close()
@@ -85,14 +85,14 @@ def test_an_engine_that_is_gone_is_said_to_be(address: str) -> None:
 
 def test_garbage_is_counted_and_what_comes_behind_it_is_heard(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/socket"
-    office = Office(address)
+    office = MailServer(address)
     context = zmq.Context()
     rude = context.socket(zmq.DEALER)
     rude.connect(address)
     for data in (b"", b"\xff" * 100, os.urandom(1000)):
         rude.send(data)
     rude.send_multipart([b"one", b"two"])
-    box = Box(address)
+    box = MailClient(address)
     box.send(HELLO)
     assert heard(office)[-1][1] == HELLO
     until(lambda: list(office.receive()) or office.malformed == 4)
@@ -102,16 +102,16 @@ def test_garbage_is_counted_and_what_comes_behind_it_is_heard(tmp_path: Path) ->
 
 
 def test_nobody_gets_in_without_the_key(tmp_path: Path) -> None:
-    office = Office("tcp://127.0.0.1:0", key_file=str(tmp_path / "made" / "key"))
+    office = MailServer("tcp://127.0.0.1:0", key_file=str(tmp_path / "made" / "key"))
     key = (tmp_path / "made" / "key").read_text().strip()
     (tmp_path / "wrong").write_text("0" * 63 + "1")
-    wrong = Box(office.address, key_file=str(tmp_path / "wrong"))
+    wrong = MailClient(office.address, key_file=str(tmp_path / "wrong"))
     wrong.send(HELLO)
     context = zmq.Context()
     bare = context.socket(zmq.DEALER)
     bare.connect(office.address)
     bare.send(b"hello")
-    right = Box(office.address, key_file=str(tmp_path / "made" / "key"))
+    right = MailClient(office.address, key_file=str(tmp_path / "made" / "key"))
     right.send(Bye("it is me"))
     assert [message for _, message in heard(office)] == [Bye("it is me")]
     assert len(key) == 64 and key not in office.address + right.address, "what is shown has no key"
@@ -126,20 +126,20 @@ def test_nobody_gets_in_without_the_key(tmp_path: Path) -> None:
 def test_each_key_is_drawn_once(tmp_path: Path) -> None:
     texts = list[str]()
     for name in ("a", "b", "a"):
-        Office("tcp://127.0.0.1:0", key_file=str(tmp_path / name)).close()
+        MailServer("tcp://127.0.0.1:0", key_file=str(tmp_path / name)).close()
         texts.append((tmp_path / name).read_text())
     assert texts[0] == texts[2] != texts[1]
 
 
 def test_an_engine_is_told_the_hosts_name_where_a_drafter_listens_everywhere(key: None) -> None:
     for host in ("*", "0.0.0.0"):
-        office = Office(f"tcp://{host}:0")
+        office = MailServer(f"tcp://{host}:0")
         assert office.address.startswith(f"tcp://{socket.gethostname()}:")
         office.close()
 
 
 def test_of_an_address_with_a_key_neither_is_taken_nor_shown() -> None:
-    for end in (Office, Box):
+    for end in (MailServer, MailClient):
         with pytest.raises(ConfigError, match="a key has no place in an address") as error:
             end("tcp://127.0.0.1:5570/" + "ab" * 32)
         assert "abab" not in str(error.value)
@@ -160,7 +160,7 @@ NO_ADDRESS = [
 
 @pytest.mark.parametrize("address", NO_ADDRESS)
 def test_what_is_no_address_is_one_clear_error(address: str) -> None:
-    for end in (Office, Box):
+    for end in (MailServer, MailClient):
         with pytest.raises(ConfigError) as error:
             end(address)
         assert error.value.hint
@@ -174,24 +174,24 @@ def test_an_engine_posts_nothing_over_tcp_without_a_key(
     (tmp_path / "key").write_text(text or "")
     file = "" if text is None else str(tmp_path / (text if text and "/" in text else "key"))
     with pytest.raises(ConfigError, match="no key|names no file with a key"):
-        Box("tcp://127.0.0.1:5570", key_file=file)
+        MailClient("tcp://127.0.0.1:5570", key_file=file)
 
 
 @pytest.mark.parametrize("address", ["tcp://*:5570", "tcp://127.0.0.1:0"])
 def test_only_a_drafter_may_leave_host_or_port_open(address: str, key: None) -> None:
     with pytest.raises(ConfigError, match="no end to connect to"):
-        Box(address)
+        MailClient(address)
 
 
 def test_nothing_else_is_removed_for_a_socket(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ConfigError, match="no socket"):
-        Office(f"ipc://{tmp_path}/file")
+        MailServer(f"ipc://{tmp_path}/file")
     with pytest.raises(ConfigError, match="no directory"):
-        Office(f"ipc://{tmp_path}/none/socket")
-    office = Office(f"ipc://{tmp_path}/socket")
+        MailServer(f"ipc://{tmp_path}/none/socket")
+    office = MailServer(f"ipc://{tmp_path}/socket")
     with pytest.raises(ConfigError, match="another process listens"):
-        Office(f"ipc://{tmp_path}/socket")
+        MailServer(f"ipc://{tmp_path}/socket")
     office.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
@@ -200,13 +200,13 @@ def test_a_socket_is_its_owners_alone_and_one_left_behind_is_taken_over(tmp_path
     left = socket.socket(socket.AF_UNIX)
     left.bind(str(tmp_path / "socket"))
     left.close()
-    office = Office(f"ipc://{tmp_path}/socket")
+    office = MailServer(f"ipc://{tmp_path}/socket")
     assert (tmp_path / "socket").stat().st_mode & 0o777 == 0o600
     office.close()
 
 
 def test_whether_somebody_serves_is_known(address: str) -> None:
-    office = Office(address)
+    office = MailServer(address)
     check_served(office.address)
     office.close()
     with pytest.raises(MailError, match="nobody serves"):
@@ -216,9 +216,9 @@ def test_whether_somebody_serves_is_known(address: str) -> None:
 def test_ends_that_are_forgotten_hold_no_process_up() -> None:
     code = (
         "import gc, tempfile\n"
-        "from vllm_specrollout.cluster.mail import Box, Office\n"
-        "office = Office(f'ipc://{tempfile.mkdtemp()}/s')\n"
-        "box = Box(office.address)\n"
+        "from vllm_specrollout.cluster.mail import MailClient, MailServer\n"
+        "office = MailServer(f'ipc://{tempfile.mkdtemp()}/s')\n"
+        "box = MailClient(office.address)\n"
         "del office, box\n"
         "gc.collect()\n"
         "print('forgotten')\n"
@@ -228,10 +228,10 @@ def test_ends_that_are_forgotten_hold_no_process_up() -> None:
 
 
 def test_a_hundred_engines_come_and_go_and_leave_nothing(tmp_path: Path) -> None:
-    office = Office(f"ipc://{tmp_path}/socket")
+    office = MailServer(f"ipc://{tmp_path}/socket")
     files = len(os.listdir("/proc/self/fd"))
     for _ in range(100):
-        box = Box(office.address)
+        box = MailClient(office.address)
         box.send(HELLO)
         heard(office)
         box.close()

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from vllm_specrollout.cluster import messages
 from vllm_specrollout.cluster.messages import (
     Bye,
-    Drafted,
+    DraftUpdate,
     Hello,
     MessageError,
     Opened,
     Sampling,
-    Told,
+    VerifierUpdate,
     Work,
     decode,
     encode,
@@ -30,8 +30,8 @@ def longs(*values: int) -> bytes:
 
 
 OPENED = Opened(7, ints(5, 6, 7), 2, Sampling(0.7, 50, 0.9, 0.05, -(2**63)), 512, 4)
-TOLD = Told(4, (OPENED,), longs(3), longs(8, 9), ints(2, 1), ints(1, 2, 3), 4)
-DRAFTED = Drafted(
+TOLD = VerifierUpdate(4, (OPENED,), longs(3), longs(8, 9), ints(2, 1), ints(1, 2, 3), 4)
+DRAFTED = DraftUpdate(
     longs(7),
     ints(9),
     ints(0, 2),
@@ -52,7 +52,7 @@ def test_what_is_said_is_what_is_heard(message: messages.Message) -> None:
 changed = msgspec.structs.replace
 
 
-def opening(**given: object) -> Told:
+def opening(**given: object) -> VerifierUpdate:
     return changed(TOLD, opened=(changed(OPENED, **given),))
 
 
@@ -111,4 +111,4 @@ def test_an_integer_of_four_hundred_digits_is_no_number_here() -> None:
 
 def test_a_message_too_long_to_send_is_refused_by_whoever_sends_it() -> None:
     with pytest.raises(MessageError, match="above"):
-        encode(Drafted(b"", b"", ints(0), b"\0" * (messages.MOST_BYTES + 1), b"", b"", b""))
+        encode(DraftUpdate(b"", b"", ints(0), b"\0" * (messages.MOST_BYTES + 1), b"", b"", b""))

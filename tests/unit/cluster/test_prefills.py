@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.drafters import nothing_accepted
-from vllm_specrollout.cluster.ladder import Prices
+from vllm_specrollout.cluster.ladder import GroupPrices
 from vllm_specrollout.cluster.prefills import Prefills
 from vllm_specrollout.types import StepRecord, StepTiming, empty_trees
 
@@ -51,11 +51,11 @@ def test_steps_without_prompts_cost_prompts_nothing() -> None:
 def test_the_price_is_one_that_was_measured_and_half_of_the_tokens_cost_no_less(
     seen: list[tuple[int, float]],
 ) -> None:
-    prices = Prices()
+    prices = GroupPrices()
     for tokens, seconds in seen:
         prices.filled(tokens, seconds)
     price = prices.prefill_s(1)
-    kept = seen[-Prices.KEPT :]
+    kept = seen[-GroupPrices.KEPT :]
     assert price in [seconds / tokens for tokens, seconds in kept]
     half = sum(tokens for tokens, _ in kept) / 2
     assert sum(tokens for tokens, seconds in kept if seconds / tokens <= price) >= half

@@ -17,7 +17,7 @@ from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.history.answers import RewardOutcome
 from vllm_specrollout.history.index_cache import IndexCache
 from vllm_specrollout.history.store import HistoryStore
-from vllm_specrollout.types import FinishedRequest, FinishReason, RequestView
+from vllm_specrollout.types import Answer, FinishReason, RequestView
 
 _core = pytest.importorskip("vllm_specrollout._core")
 
@@ -75,9 +75,7 @@ def _drafts(drafter: _Drafter, *views: RequestView, is_built: bool = True) -> li
 
 def _finish(drafter: _Drafter, name: str, output: list[int], problem_id: str = "p") -> None:
     tokens = np.asarray(output, np.int32)
-    drafter.finish(
-        FinishedRequest(name, problem_id, np.asarray(PROMPT, np.int32), tokens, FinishReason.FINISHED, name=name)
-    )
+    drafter.finish(Answer(name, problem_id, np.asarray(PROMPT, np.int32), tokens, FinishReason.FINISHED, name=name))
     drafter.forget(name)
 
 
@@ -122,11 +120,9 @@ def test_an_answer_drafts_for_as_many_epochs_as_are_kept() -> None:
     assert found == [True, True, True, False]
 
 
-def test_problems_do_not_draft_for_each_other_unless_asked_to() -> None:
-    for scope, is_drafted in (("problem", False), ("global", True)):
-        drafter = _drafter(scope=scope)
-        drafts = _drafts(drafter, _view("a", ANSWER, "p"), _view("b", ANSWER[:10], "q", [5, 6, 7]))
-        assert bool(drafts[1]) is is_drafted
+def test_problems_do_not_draft_for_each_other() -> None:
+    drafts = _drafts(_drafter(), _view("a", ANSWER, "p"), _view("b", ANSWER[:10], "q", [5, 6, 7]))
+    assert not drafts[1]
 
 
 def test_the_first_tokens_are_drafted_from_the_prompts_end() -> None:
@@ -160,7 +156,7 @@ def test_a_request_that_ended_without_a_token_runs_no_longer_and_leaves_no_answe
     drafter.admit(view)
     assert drafter.report_reward(["gone"], 1.0) is RewardOutcome.EARLY
     nothing = np.zeros(0, np.int32)
-    drafter.finish(FinishedRequest("gone", "p", nothing, nothing, FinishReason.ABORTED, name="gone"))
+    drafter.finish(Answer("gone", "p", nothing, nothing, FinishReason.ABORTED, name="gone"))
     assert drafter.report_reward(["gone"], 1.0) is RewardOutcome.UNKNOWN
     assert not answers_in(drafter.store, "p")
 

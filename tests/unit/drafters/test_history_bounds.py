@@ -10,7 +10,7 @@ import pytest
 
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.drafters.history import HistoryDrafter
-from vllm_specrollout.types import DraftLimits, FinishedRequest, FinishReason, RequestBatch, RequestView
+from vllm_specrollout.types import Answer, DraftLimits, FinishReason, RequestBatch, RequestView
 
 pytest.importorskip("vllm_specrollout._core")
 
@@ -29,7 +29,7 @@ def ask_once(drafter: HistoryDrafter, number: int, tokens: np.ndarray) -> None:
     batch = RequestBatch.of([view])
     drafter.propose(batch, DraftLimits(batch.max_nodes.clip(max=8), batch.max_depth.clip(max=8), batch.is_chain))
     ended = FinishReason.FINISHED
-    drafter.finish(FinishedRequest(request, problem, tokens[:PROMPT], tokens[PROMPT:], ended, 0, name))
+    drafter.finish(Answer(request, problem, tokens[:PROMPT], tokens[PROMPT:], ended, 0, name))
     drafter.forget(request)
 
 

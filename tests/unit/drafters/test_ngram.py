@@ -7,7 +7,8 @@ import numpy as np
 from vllm_specrollout._core import HistoryIndex
 from vllm_specrollout.budgets.fixed import FixedBudget
 from vllm_specrollout.config.drafters import NgramConfig
-from vllm_specrollout.drafters.ngram import NgramDrafter
+from vllm_specrollout.drafters import ngram
+from vllm_specrollout.drafters.ngram import MOST_TOKENS, NgramDrafter
 from vllm_specrollout.types import RequestBatch, RequestView
 
 REPEATED = np.tile(np.arange(10, dtype=np.int32), 30)
@@ -21,7 +22,7 @@ def drafted(drafter: NgramDrafter, *names: str) -> list[bool]:
 
 def test_who_comes_when_there_is_no_room_is_not_drafted_for_until_another_one_has_ended(monkeypatch) -> None:
     # two of them fit, and a third does not
-    monkeypatch.setattr(NgramConfig, "most_tokens", property(lambda self: 2 * len(REPEATED) + 50))
+    monkeypatch.setattr(ngram, "MOST_TOKENS", 2 * len(REPEATED) + 50)
     drafter = NgramDrafter(NgramConfig())
     assert drafted(drafter, "a", "b", "c") == [True, True, False]
     assert drafted(drafter, "c", "b") == [False, True]
@@ -32,9 +33,7 @@ def test_who_comes_when_there_is_no_room_is_not_drafted_for_until_another_one_ha
     assert not drafter._indices and not drafter._left_out
 
 
-def test_a_mebibyte_holds_the_tokens_that_an_index_of_random_ones_takes() -> None:
-    index = HistoryIndex(min_match=8, max_match=64, max_matches=32)
-    most = NgramConfig(max_mib=1).most_tokens
-    index.sync(index.open(0), np.random.default_rng(0).integers(0, 150_000, most, dtype=np.int32))
-    assert index.num_tokens == most == (1 << 20) // 80
-    assert 0.5 < index.nbytes / (1 << 20) < 1.05
+def test_two_gibibytes_hold_the_tokens_that_indices_of_random_ones_take() -> None:
+    index, share = HistoryIndex(min_match=8, max_match=64, max_matches=32), 2048
+    index.sync(index.open(0), np.random.default_rng(0).integers(0, 150_000, MOST_TOKENS // share, dtype=np.int32))
+    assert 0.5 < index.nbytes / ((2 << 30) // share) < 1.05

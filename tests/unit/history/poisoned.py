@@ -6,9 +6,9 @@ import os
 import sqlite3
 from pathlib import Path
 
-from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.database import Database, row_of
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
+from vllm_specrollout.types import Answer
 
 OURS, THEIRS = Vocabulary("ours", 6000, "a1"), Vocabulary("theirs", 150_000, "b2")
 

@@ -9,10 +9,9 @@ import sys
 import numpy as np
 
 from vllm_specrollout.config.drafters import HistoryConfig
-from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.background import Background
 from vllm_specrollout.history.store import HistoryStore
-from vllm_specrollout.types import FinishReason
+from vllm_specrollout.types import Answer, FinishReason
 
 
 def answer_of(engine: int, number: int, epoch: int) -> Answer:
@@ -20,7 +19,7 @@ def answer_of(engine: int, number: int, epoch: int) -> Answer:
     rng = np.random.default_rng([engine, number])
     ids = rng.integers(0, 1000, int(rng.integers(1, 200))).astype(np.int32)
     name = f"{engine}-{number}"
-    return Answer(f"p{number % 5}", name, epoch, number, FinishReason.FINISHED, ids, ids[:5])
+    return Answer(name, f"p{number % 5}", ids[:5], ids, FinishReason.FINISHED, number, epoch=epoch)
 
 
 def is_right(answer: Answer) -> bool:

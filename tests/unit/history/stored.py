@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.database import Database, answer_of
 from vllm_specrollout.history.store import HistoryStore
+from vllm_specrollout.types import Answer
 
 
 def answers_in(store: HistoryStore, problem_id: str) -> list[Answer]:

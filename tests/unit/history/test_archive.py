@@ -14,12 +14,11 @@ pytest.importorskip("zmq")
 
 from tests.unit.history.archived import KIND, ROOM, RUN, all_of, answer
 from vllm_specrollout.cluster.messages import MessageError, encode
-from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.archive import Archive, Bring, Has, Page, Refused, Want, portion, read
 from vllm_specrollout.history.database import Database, Reward, row_of
 from vllm_specrollout.history.mirrors import Mirrors, kind_of
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
-from vllm_specrollout.types import FinishReason
+from vllm_specrollout.types import Answer, FinishReason
 
 
 def test_a_thousand_names_take_no_more_descriptors_than_there_are(tmp_path: Path) -> None:
@@ -70,7 +69,7 @@ def test_an_archive_without_room_takes_the_oldest_epochs_of_the_run_that_has_mos
     mirrors, rng = Mirrors(tmp_path, 1 << 18), np.random.default_rng(0)
     tokens = rng.integers(0, 1 << 30, 4000).astype(np.int32)
     for epoch in range(20):
-        row = row_of(Answer("p", f"{epoch}", epoch, 0, FinishReason.FINISHED, tokens, tokens[:2]))
+        row = row_of(Answer(f"{epoch}", "p", tokens[:2], tokens, FinishReason.FINISHED, 0, epoch=epoch))
         mirrors.put(f"{0:016x}.answers-0000", kind_of(ANY_VOCABULARY, "large"), [(epoch + 1, row)], (), 300 + epoch)
         if epoch < 3:
             mirrors.put(f"{1:016x}.answers-0000", kind_of(ANY_VOCABULARY, "small"), [(epoch + 1, row)], (), epoch)
@@ -112,7 +111,7 @@ def test_the_archive_keeps_within_its_room_and_the_oldest_epochs_go(tmp_path: Pa
     rng = np.random.default_rng(0)
     for epoch in range(6):
         tokens = rng.integers(0, 1 << 30, 40_000).astype(np.int32)
-        row = row_of(Answer("p", f"{epoch}", epoch, 0, FinishReason.FINISHED, tokens, tokens[:2]))
+        row = row_of(Answer(f"{epoch}", "p", tokens[:2], tokens, FinishReason.FINISHED, 0, epoch=epoch))
         mirrors.put(f"{epoch % 2:016x}.answers-0000", KIND, [(epoch + 1, row)], (), epoch)
         mirrors.trim()
         assert sum(one.used_bytes() for one in all_of(mirrors).values()) <= 1 << 18
@@ -176,7 +175,7 @@ def test_what_an_archive_cannot_keep_it_refuses_with_the_reason(tmp_path: Path) 
 def test_a_portion_ends_where_a_message_would_be_full(tmp_path: Path) -> None:
     source, rng = Database(tmp_path / "a.history", True), np.random.default_rng(0)
     drawn = [rng.integers(0, 1 << 30, 200_000).astype(np.int32) for _ in range(5)]
-    rows = [row_of(Answer("p", "x", 0, 0, FinishReason.FINISHED, tokens, tokens[:1])) for tokens in drawn]
+    rows = [row_of(Answer("x", "p", tokens[:1], tokens, FinishReason.FINISHED, 0)) for tokens in drawn]
     numbers = source.write(rows, (), None)
     seen, behind = list[int](), 0
     while True:

@@ -13,11 +13,11 @@ from tests.unit.history.poisoned import filled
 from tests.unit.history.stored import answers_in
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history import epochs, store
-from vllm_specrollout.history.answers import Answer, RewardOutcome
+from vllm_specrollout.history.answers import RewardOutcome
 from vllm_specrollout.history.database import Database, files
 from vllm_specrollout.history.epochs import EpochGuess
 from vllm_specrollout.history.store import HistoryStore
-from vllm_specrollout.types import FinishReason
+from vllm_specrollout.types import Answer, FinishReason
 
 MakeAnswer = Callable[..., Answer]
 
@@ -27,7 +27,7 @@ def _ask(store: HistoryStore, number: int, tokens: int = 30) -> None:
     name, problem_id = f"r{number}", f"one-off-{number}"
     epoch = store.arrived(problem_id, name)
     ids = np.random.default_rng(number).integers(0, 150_000, tokens).astype(np.int32)
-    store.append(Answer(problem_id, name, epoch, 0, FinishReason.FINISHED, ids, ids[:9]))
+    store.append(Answer(name, problem_id, ids[:9], ids, FinishReason.FINISHED, 0, epoch=epoch))
 
 
 @pytest.mark.parametrize("where", ["in memory", "on disk"])
@@ -82,7 +82,7 @@ def test_a_token_takes_about_two_bytes_at_rest(tmp_path: Path) -> None:
     for number in range(400):
         # some are common, as in any text
         ids = np.minimum(rng.zipf(1.3, 1000) - 1, 150_000).astype(np.int32)
-        kept.append(Answer(f"{number // 8:024d}", f"cmpl-{number:032d}", 0, 0, FinishReason.FINISHED, ids, ids[:64]))
+        kept.append(Answer(f"cmpl-{number:032d}", f"{number // 8:024d}", ids[:64], ids, FinishReason.FINISHED, 0))
     kept.close()
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) / 400_000 <= 2.2
 

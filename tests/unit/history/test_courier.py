@@ -23,13 +23,12 @@ from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.history import courier as module
-from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.archive import Archive, Bring, Has, Page, Want
 from vllm_specrollout.history.courier import Courier
 from vllm_specrollout.history.database import Database, HistoryError, Reward, row_of
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
-from vllm_specrollout.types import FinishReason
+from vllm_specrollout.types import Answer, FinishReason
 
 T = TypeVar("T")
 
@@ -334,7 +333,7 @@ def test_little_waits_in_an_engine_for_an_archive_that_is_away(
     one._thread.join()
     for number in range(3):
         tokens = rng.integers(0, 1 << 30, 500_000).astype(np.int32)
-        first.store.append(Answer("p", f"{number}", 0, 0, FinishReason.FINISHED, tokens, tokens[:1]))
+        first.store.append(Answer(f"{number}", "p", tokens[:1], tokens, FinishReason.FINISHED, 0))
     until(lambda: "did not answer" in first.courier.problem)
     time.sleep(0.5)
     waits = [note for _, note in one.archive._office.receive()]
@@ -455,7 +454,7 @@ def test_an_answer_too_long_for_a_message_stays_at_home_and_holds_nothing_up(
     rng = np.random.default_rng(0)
     long = answer("long")
     long = Answer(
-        "p", "long", 0, 0, FinishReason.FINISHED, rng.integers(0, 1 << 30, 2_000_000).astype(np.int32), long.prompt_tail
+        "long", "p", long.prompt_ids, rng.integers(0, 1 << 30, 2_000_000).astype(np.int32), FinishReason.FINISHED, 0
     )
     for one in (answer("before"), long, answer("behind")):
         first.store.append(one)
@@ -478,9 +477,9 @@ def test_a_folder_has_one_archive(tmp_path: Path, served: Served) -> None:
 
 
 def test_random_bytes_from_anybody_end_nothing(served: Served, address: str, nodes: Callable[..., Node]) -> None:
-    from vllm_specrollout.cluster.mail import Box
+    from vllm_specrollout.cluster.mail import MailClient
 
-    box, rng = Box(address), np.random.default_rng(1)
+    box, rng = MailClient(address), np.random.default_rng(1)
     whole = encode(Bring(0, f"{7:016x}.answers-0000", KIND, 1, ((5, row_of(answer("x"))),), ()))
     for _ in range(200):
         data = bytearray(whole)

@@ -24,11 +24,11 @@ from tests.unit.history.stored import answers_in, answers_of
 from vllm_specrollout._core import HistoryIndex
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history import tokens, upkeep
-from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.background import Background
-from vllm_specrollout.history.database import Database, ForeignError, HistoryError, row_of
+from vllm_specrollout.history.database import Database, HistoryError, row_of
 from vllm_specrollout.history.index_cache import IndexCache
 from vllm_specrollout.history.store import HistoryStore
+from vllm_specrollout.types import Answer
 
 MakeAnswer = Callable[..., Answer]
 
@@ -125,20 +125,10 @@ def test_a_folder_whose_file_system_has_no_shared_memory_is_one_clear_error_and_
     assert {path.name for path in tmp_path.iterdir()} <= {"node", "answers-0000.history"}
 
 
-@pytest.mark.parametrize("name", ["answers-0000.history", "other.history"])
-def test_a_file_of_another_vocabulary_is_an_error_at_the_start_where_that_is_asked_for(
-    tmp_path: Path, name: str
-) -> None:
-    filled(tmp_path / name, vocabulary=THEIRS)
-    with pytest.raises(ForeignError, match="vocabulary"):
-        HistoryStore(HistoryConfig(dir=str(tmp_path), foreign="refuse"), vocabulary=OURS)
-    HistoryStore(HistoryConfig(dir=str(tmp_path)), vocabulary=OURS).close()
-
-
 def test_what_comes_after_the_start_and_cannot_be_used_is_left_out_and_named_once(
     tmp_path: Path, make_answer: MakeAnswer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = HistoryStore(HistoryConfig(dir=str(tmp_path), foreign="refuse", epochs=1), vocabulary=OURS)
+    store = HistoryStore(HistoryConfig(dir=str(tmp_path), epochs=1), vocabulary=OURS)
     for epoch in range(1, 6):
         store.begin_epoch(epoch)
         store.append(make_answer(f"e{epoch}", epoch=epoch))
@@ -265,7 +255,7 @@ def test_bytes_that_are_damaged_anywhere_cost_their_file_at_most_and_no_answer_o
     (tmp_path / name).write_bytes(data)
     store = HistoryStore(HistoryConfig(dir=str(tmp_path)))
     for answer in answers_in(store, "p"):
-        assert answer.problem_id == "p" and answer.num_tokens <= tokens.MAX_TOKENS
+        assert answer.problem_id == "p" and len(answer.token_ids) <= tokens.MAX_TOKENS
     own = make_answer("own", "mine", epoch=store.epoch)
     store.append(own)
     with contextlib.suppress(ValueError):

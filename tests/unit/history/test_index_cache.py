@@ -127,7 +127,7 @@ def test_an_index_is_built_from_its_problems_answers_once_it_is_wanted(build, la
     assert cache.get("p") is None, "it is being built"
     later.run()
     assert tokens_in(cache.get("p")) == [answer.token_ids.tolist() for answer in mine]
-    assert cache.get("p").prompts == [answer.prompt_tail.tolist() for answer in mine]
+    assert cache.get("p").prompts == [answer.prompt_ids.tolist() for answer in mine]
     assert cache.get("q") is None
     assert (cache.stats().built, cache.stats().indices, cache.stats().building) == (1, 1, 0)
 
@@ -146,15 +146,6 @@ def test_wanting_an_index_again_builds_it_once(build, later):
     later.run()
     cache.want("p")
     assert cache.stats().built == 1 and not later.tasks
-
-
-def test_a_global_library_has_one_index_of_all_problems(build, later, make_answer):
-    _, cache = build([make_answer("a"), make_answer("b", problem_id="q")], scope="global")
-    cache.want("p")
-    cache.want("q")
-    later.run()
-    assert cache.get("p") is cache.get("q") is not None
-    assert len(cache.get("p").documents) == 2 and cache.stats().built == 1
 
 
 def test_weights_say_how_old_an_answer_is_and_how_good(build, later, make_answer):
@@ -302,15 +293,14 @@ def test_an_index_that_outgrows_the_cap_is_dropped(build, later):
 
 @pytest.mark.parametrize("num_threads", [1, 4])
 def test_ten_thousand_problems_stay_within_a_small_cap(num_threads):
-    from vllm_specrollout.history.answers import Answer
-    from vllm_specrollout.types import FinishReason
+    from vllm_specrollout.types import Answer, FinishReason
 
     config = HistoryConfig(max_mib=1)
     store = HistoryStore(config)
     rng, picks = np.random.default_rng(0), random.Random(0)
     for number in range(10_000):
         tokens = rng.integers(0, 9, int(rng.integers(1, 60))).astype(np.int32)
-        store.append(Answer(f"p{number}", f"r{number}", 0, 0, FinishReason.FINISHED, tokens, tokens[:0]))
+        store.append(Answer(f"r{number}", f"p{number}", tokens[:0], tokens, FinishReason.FINISHED, 0))
     pool = ThreadPoolExecutor(num_threads)
     cache = IndexCache(config, store, NaiveIndex, pool)
     served = 0
@@ -377,8 +367,8 @@ def test_closing_gives_up_what_is_being_built(build, later):
     assert cache.get("p") is None
 
 
-def test_names_of_answers_go_with_their_epochs_in_a_global_index_too(build, later, make_answer):
-    store, cache = build(scope="global", epochs=1)
+def test_names_of_answers_go_with_their_epochs(build, later, make_answer):
+    store, cache = build(epochs=1)
     cache.want("p")
     later.run()
     for epoch in range(1, 9):

@@ -10,10 +10,10 @@ import numpy as np
 
 from tests.unit.history.owned import OwnedIndex
 from vllm_specrollout.config.drafters import HistoryConfig
-from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.background import Background
 from vllm_specrollout.history.index_cache import IndexCache
 from vllm_specrollout.history.store import HistoryStore
+from vllm_specrollout.types import Answer
 
 MakeAnswer = Callable[..., Answer]
 PATIENCE_S = 60  # no test waits so long unless it fails

@@ -10,15 +10,15 @@ import pytest
 
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.history.answers import Answer, RewardOutcome
+from vllm_specrollout.history.answers import RewardOutcome
 from vllm_specrollout.history.database import Database, Reward
 from vllm_specrollout.history.store import HistoryStore
-from vllm_specrollout.types import FinishReason
+from vllm_specrollout.types import Answer, FinishReason
 
 
 def answer(request: str, epoch: int = 0) -> Answer:
     tokens = np.arange(5, dtype=np.int32)
-    return Answer("p", request, epoch, 0, FinishReason.FINISHED, tokens, tokens[:2])
+    return Answer(request, "p", tokens[:2], tokens, FinishReason.FINISHED, 0, epoch=epoch)
 
 
 def kept(store: HistoryStore) -> list[str]:

@@ -15,7 +15,7 @@ from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.history.index_cache import IndexCache
 from vllm_specrollout.history.problems import Problems, prompt_hash
 from vllm_specrollout.history.store import HistoryStore
-from vllm_specrollout.types import FinishedRequest, FinishReason, RequestView
+from vllm_specrollout.types import Answer, FinishReason, RequestView
 
 SCHEDULES = 200
 PASSES = 3
@@ -95,7 +95,7 @@ class Engine:
         if sample.answer:
             problem, _, version = self.wanted[name]
             tokens = np.asarray(sample.answer, np.int32)
-            self.drafter.finish(FinishedRequest(name, view.problem_id, view.token_ids, tokens, status, version, name))
+            self.drafter.finish(Answer(name, view.problem_id, view.token_ids, tokens, status, version, name))
         else:
             del self.wanted[name]
             self.store.ended(name)

@@ -15,10 +15,10 @@ from tests.unit.history.poisoned import change, filled
 from tests.unit.history.stored import answers_in
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.history.answers import Answer, RewardOutcome
+from vllm_specrollout.history.answers import RewardOutcome
 from vllm_specrollout.history.epochs import EpochError
 from vllm_specrollout.history.store import HistoryStore
-from vllm_specrollout.types import FinishReason
+from vllm_specrollout.types import Answer, FinishReason
 
 
 @pytest.fixture(params=["in memory", "on disk"])
@@ -372,7 +372,9 @@ def test_a_store_is_a_list_of_answers_with_a_window_whenever_it_writes_and_howev
         if act < 0.5:
             tokens = np.arange(chance.randrange(300), dtype=np.int32)
             name = str(number if chance.random() < 0.9 else number // 2)
-            answer = Answer(f"p{chance.randrange(3)}", name, naive.epoch, 0, FinishReason.FINISHED, tokens, tokens[:2])
+            answer = Answer(
+                name, f"p{chance.randrange(3)}", tokens[:2], tokens, FinishReason.FINISHED, 0, epoch=naive.epoch
+            )
             for one in (store, naive):
                 one.append(answer)
             asked.append(name)

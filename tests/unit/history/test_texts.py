@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_specrollout.config.drafters import HistoryConfig
-from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.index_cache import ONE, weight_of
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.history.texts import MOST_AT_ONCE, Texts
-from vllm_specrollout.types import FinishReason
+from vllm_specrollout.types import Answer, FinishReason
 
 POISON, REACH, TILE = -7, 4, 8
 
@@ -107,7 +106,7 @@ def build():
 
 def whole(answer):
     """An answer behind the last tokens of its prompt."""
-    return (*answer.prompt_tail.tolist()[-REACH:], *answer.token_ids.tolist())
+    return (*answer.prompt_ids.tolist()[-REACH:], *answer.token_ids.tolist())
 
 
 def ends(store, texts, answer):
@@ -162,20 +161,6 @@ def test_answers_of_one_name_in_two_epochs_are_two(build, make_answer):
     texts.set_reward("a", 1.0)
     memory.apply()
     assert memory.eighths("p") == [-8, 8]
-
-
-def test_a_global_library_has_one_row_for_all_problems(build, make_answer):
-    store, texts, memory = build([make_answer("a"), make_answer("b", problem_id="q")], scope="global")
-    texts.want("p")
-    texts.want("q")
-    ends(store, texts, make_answer("c", problem_id="r"))
-    memory.settle()
-    assert texts.row("p") == texts.row("q") >= 0 and len(memory.answers("p")) == 3
-    texts.done("p")
-    texts.done("q")
-    store.begin_epoch()
-    memory.apply()
-    assert memory.eighths("p") == [-8, -8, -8]
 
 
 def test_without_siblings_answers_of_the_present_epoch_do_not_draft_until_it_is_over(build, make_answer):
@@ -363,7 +348,7 @@ def test_a_text_with_no_place_in_it_is_left_out(build, make_answer):
     store, texts, memory = build()
     texts.want("p")
     nothing = np.zeros(0, np.int32)
-    ends(store, texts, make_answer("a", count=1, prompt_tail=nothing))
+    ends(store, texts, make_answer("a", count=1, prompt_ids=nothing))
     assert memory.settle().answers("p") == []
 
 
@@ -410,7 +395,7 @@ def test_a_million_answers_leave_no_more_behind_than_rows_hold():
         if not number % 10:
             texts.want(problem)
             texts.done(f"p{(number - 100) % 1000}" if number >= 100 else "nobody")
-        texts.add(Answer(f"p{number % 1000 // 10 * 10}", f"r{number}", 0, 0, FinishReason.FINISHED, tokens, nothing))
+        texts.add(Answer(f"r{number}", f"p{number % 1000 // 10 * 10}", nothing, tokens, FinishReason.FINISHED, 0))
         if not number % 10:
             later.run()
             texts.take()
@@ -530,7 +515,7 @@ class Naive:
         tokens, tail = (
             rng.integers(0, 1 << 30, size).astype(np.int32) for size in (count, 9 if has_long_prompt else 2)
         )
-        answer = Answer(problem, name, epoch, 0, FinishReason.FINISHED, tokens, tail)
+        answer = Answer(name, problem, tail, tokens, FinishReason.FINISHED, 0, epoch=epoch)
         ends(self.store, self.texts, answer)
         self.texts.done(problem)
         # one that outlived its epoch may be older than what drafted so far
@@ -579,7 +564,7 @@ class Naive:
             "epochs": st.integers(1, 2),
             "siblings": st.booleans(),
             "decay": st.sampled_from([0.0, 0.5]),
-            "reward_priority": st.booleans(),
+            "reward_weight": st.sampled_from([1.0, 255.0]),
         }
     ),
     st.sampled_from([61, 203, 1 << 16]),

@@ -15,11 +15,10 @@ from tests.unit.history.stored import answers_in
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.history import upkeep
-from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.database import Database, ForeignError, HistoryError
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
-from vllm_specrollout.types import DraftMode, FinishedRequest, FinishReason, RequestView
+from vllm_specrollout.types import Answer, DraftMode, FinishReason, RequestView
 
 MakeAnswer = Callable[..., Answer]
 
@@ -96,7 +95,7 @@ def test_files_that_do_not_say_whose_they_are_are_read_and_tokens_that_the_model
 ) -> None:
     tokens = {"ours": [11, 12], "beyond": [11, 512], "below": [-7], "largest": [2**31 - 1], "last": [511]}
     answers = [make_answer(name, token_ids=np.asarray(ids, np.int32)) for name, ids in tokens.items()]
-    tail = make_answer("tail", token_ids=np.zeros(1, np.int32), prompt_tail=np.asarray([4, 9000], np.int32))
+    tail = make_answer("tail", token_ids=np.zeros(1, np.int32), prompt_ids=np.asarray([4, 9000], np.int32))
     _filled(tmp_path, ANY_VOCABULARY, *answers, tail)
     store = _store(tmp_path, SMALL)
     with caplog.at_level(logging.WARNING):
@@ -114,9 +113,9 @@ def test_foreign_history_never_becomes_a_draft(tmp_path: Path) -> None:
     config = HistoryConfig(dir=str(tmp_path))
     other = HistoryDrafter(config)
     prompt, answer = np.asarray([5, 6, 7], np.int32), np.asarray([11, 149_999, -7, 2**31 - 1, 12], np.int32)
-    other.finish(FinishedRequest("r0", "aime-7", prompt, answer, FinishReason.FINISHED, 0, "cmpl-0"))
+    other.finish(Answer("r0", "aime-7", prompt, answer, FinishReason.FINISHED, 0, "cmpl-0"))
     sound = np.asarray([11, 13, 14], np.int32)
-    other.finish(FinishedRequest("r1", "aime-7", prompt, sound, FinishReason.FINISHED, 0, "cmpl-1"))
+    other.finish(Answer("r1", "aime-7", prompt, sound, FinishReason.FINISHED, 0, "cmpl-1"))
     other.close()
     drafter = HistoryDrafter(config, vocabulary=Vocabulary("small", 512))
     view = RequestView(

@@ -23,18 +23,12 @@ def test_rewards_can_be_left_out_of_it():
 
 
 @pytest.mark.parametrize("rewards", [(1.0, 1.0), (0.25, 0.5), (0.0, 0.0)])
-def test_with_reward_priority_the_largest_sum_of_rewards_wins(rewards):
+def test_with_a_large_weight_of_rewards_their_largest_sum_wins(rewards):
     """RhymeRL, 5.3. By default 9 wrong answers outweigh 2 right ones, which count twice each."""
-    config = HistoryConfig(reward_priority=True, decay=1.0)
+    config = HistoryConfig(reward_weight=255.0, decay=1.0)
     wrong = 9 * weight_of(config, 1, 0.0)
     right = sum(weight_of(config, 1, reward) for reward in rewards)
     assert (right > wrong) == (sum(rewards) > 0.0)
-
-
-def test_with_reward_priority_what_has_no_reward_decides_among_itself():
-    config = HistoryConfig(reward_priority=True)
-    assert weight_of(config, 0, None) == weight_of(config, 3, 0.0) == weight_of(config, 0, -1.0) == 1
-    assert weight_of(config, 0, 1.0) == ONE
 
 
 def test_without_decay_left_only_this_epoch_counts():

@@ -12,9 +12,9 @@ import pytest
 
 from tests.unit.history.stored import answers_in
 from vllm_specrollout.config.drafters import HistoryConfig
-from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.database import Database, Reward, row_of
 from vllm_specrollout.history.store import PER_MIB, HistoryStore
+from vllm_specrollout.types import Answer
 
 MakeAnswer = Callable[..., Answer]
 PATIENCE_S = 60  # no test waits so long unless it fails

@@ -13,9 +13,9 @@ from vllm_specrollout.budgets.fixed import FixedBudget
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.types import (
     EMPTY_TREE,
+    Answer,
     DraftLimits,
     DraftTree,
-    FinishedRequest,
     FinishReason,
     RequestBatch,
     RequestView,
@@ -37,8 +37,8 @@ def view(request_id: str, tokens: Sequence[int], most: int = MOST_TOKENS, **valu
     return RequestView(request_id, token_ids, PROMPT, most - len(tokens), problem_id="p", **values)
 
 
-def ending(request_id: str, tokens: Sequence[int], status: FinishReason = FinishReason.FINISHED) -> FinishedRequest:
-    return FinishedRequest(request_id, "p", np.zeros(PROMPT, np.int32), np.asarray(tokens, dtype=np.int32), status)
+def ending(request_id: str, tokens: Sequence[int], status: FinishReason = FinishReason.FINISHED) -> Answer:
+    return Answer(request_id, "p", np.zeros(PROMPT, np.int32), np.asarray(tokens, dtype=np.int32), status)
 
 
 def walk(tree: DraftTree, truth: Sequence[int]) -> list[int]:

@@ -22,9 +22,9 @@ from vllm_specrollout.observe.guard import Guard
 from vllm_specrollout.observe.metrics import Metrics
 from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.types import (
+    Answer,
     DraftLimits,
     DraftTree,
-    FinishedRequest,
     FinishReason,
     RequestBatch,
     RequestView,
@@ -36,7 +36,7 @@ from vllm_specrollout.types import (
 VOCAB = 512
 VIEWS = [RequestView(f"r{i}", np.arange(20, dtype=np.int32), 10, 100) for i in range(2)]
 BATCH = RequestBatch.of(VIEWS)
-ENDING = FinishedRequest("r0", "p", np.zeros(10, np.int32), np.zeros(10, np.int32), FinishReason.FINISHED)
+ENDING = Answer("r0", "p", np.zeros(10, np.int32), np.zeros(10, np.int32), FinishReason.FINISHED)
 
 
 def _tree(

@@ -41,8 +41,6 @@ def test_nodes_are_counted_for_the_drafter_that_proposed_them():
         "verified_nodes/ngram": 4,
         "accepted_nodes/history": 1,
         "accepted_nodes/ngram": 1,
-        "tree_nodes/3": 1,
-        "tree_nodes/2": 1,
     }
     assert metrics.take() == {}
 
@@ -54,21 +52,6 @@ def test_nodes_of_some_drafters_are_known_since_the_engine_began_whatever_was_ta
     metrics.stepped(record_of(trees, [[0, 1, 2, 3]]))
     assert metrics.nodes_of(("near", "far")) == (6, 4)
     assert metrics.nodes_of(("history",)) == (2, 2) and metrics.nodes_of(()) == (0, 0)
-
-
-def test_nodes_are_counted_by_the_targets_weights_too():
-    metrics, trees = Metrics(("history", "model")), batch_of([from_sources(0, 1, 1)])
-    for version in (0, 3):
-        metrics.stepped(record_of(trees, [[0, 1]], batch=RequestBatch.of([view("a", [1], weights_version=version)])))
-    counts = {key: count for key, count in metrics.take().items() if key.startswith("version_")}
-    assert counts == {
-        **{
-            f"version_verified_nodes/{source}/{n}": count
-            for source, count in {"history": 1, "model": 2}.items()
-            for n in (0, 3)
-        },
-        **{f"version_accepted_nodes/{source}/{n}": 1 for source in ("history", "model") for n in (0, 3)},
-    }
 
 
 def alarms(metrics, nodes, accepted, source=0, version=0):
@@ -131,8 +114,6 @@ def test_every_node_is_counted_once(proposals, seed):
         assert counts.get(f"accepted_nodes/{name}", 0) == sum(own.count(source) for own in accepted)
         found = sum(np.count_nonzero(one.source == source) for one in proposals)
         assert counts.get(f"drafted_nodes/{name}", 0) == found
-    sizes = {int(k.partition("/")[2]): n for k, n in counts.items() if k.startswith("tree_nodes/")}
-    assert sum(size * n for size, n in sizes.items()) == trees.num_nodes and 0 not in sizes
 
 
 def test_drafters_elsewhere_are_counted_as_they_are_now_and_what_came_of_them_is_summed():
@@ -154,24 +135,23 @@ def test_tokens_of_withheld_verdicts_are_summed():
 def test_a_node_of_a_drafter_without_a_name_is_counted_too():
     metrics = Metrics(("ngram",))
     metrics.stepped(record_of(batch_of([from_sources(3)]), [[]]))
-    assert metrics.take() == {"verified_nodes/unknown": 1, "tree_nodes/1": 1}
+    assert metrics.take() == {"verified_nodes/unknown": 1}
 
 
-def test_a_switch_is_told_with_the_reason_of_the_new_plan():
+def test_decisions_are_counted_by_what_was_chosen_and_why():
     metrics = Metrics(("ngram",))
     for is_on, reason in ((True, "pays"), (True, "explore"), (False, "batch too large"), (False, "x"), (True, "pays")):
         plan(metrics, plan_of(6 * is_on, is_on=is_on, reason=reason))
     counts = metrics.take()
-    switches = {key: count for key, count in counts.items() if key.startswith("switches")}
-    assert switches == {"switches/off/batch too large": 1, "switches/on/pays": 1}
-    assert counts["is_on"] == 1 and counts["budget_nodes"] == 6 and counts["decisions/on/pays"] == 2
+    assert counts["is_on"] == 1 and counts["decisions/on/pays"] == 2
+    assert counts["decisions/off/batch too large"] == counts["decisions/off/x"] == counts["decisions/on/explore"] == 1
 
 
 def test_a_paused_step_is_counted_like_one_that_was_decided():
     paused, decided = Metrics(("ngram",)), Metrics(("ngram",))
     paused.paused(1, "off")
     plan(decided, plan_of(0, reason="off", is_on=False))
-    assert paused.take() == decided.take() == {"decisions/off/off": 1, "is_on": 0, "budget_nodes": 0}
+    assert paused.take() == decided.take() == {"decisions/off/off": 1, "is_on": 0}
 
 
 def test_a_time_is_compared_with_the_plan_of_its_own_step():
@@ -197,24 +177,12 @@ def test_a_step_that_is_not_the_predicted_one_is_not_compared(timing):
     assert not any(key.startswith("cost_error") for key in metrics.take())
 
 
-def test_gain_counts_only_where_some_was_expected():
-    metrics = Metrics(("ngram",))
-    for expected in (2.5, 0.0, 1.5):
-        plan = plan_of(3, tokens=expected)
-        metrics.stepped(record_of(plan.trees, [[0, 1]], plan))
-    metrics.stepped(record_of(plan.trees, [[0, 1]]))  # nothing was planned for it
-    counts = metrics.take()
-    assert counts["expected_tokens"] == 4000 and counts["gained_tokens"] == 4
-    assert counts["accepted_nodes/ngram"] == 8
-
-
 def test_what_was_proposed_beyond_the_budget_is_drafted_but_not_chosen():
     metrics = Metrics(("ngram", "history"))
     proposals = [batch_of([chain([7] * 9)] * 2), batch_of([tree_of([-1], [7], [0.5], source=1), EMPTY_TREE])]
     plan(metrics, plan_of(4), limits_of(2, 4), proposals)
     counts = metrics.take()
     assert counts["drafted_nodes/ngram"] == 18 and counts["drafted_nodes/history"] == 1
-    assert counts["budget_nodes"] == 4
 
 
 def test_reasons_without_end_do_not_make_labels_without_end():
@@ -254,22 +222,3 @@ def test_every_metric_is_in_the_guide_with_its_labels(metric):
     name = f"{PREFIX}{metric.name}{'_total' if metric.kind == 'counter' else ''}"
     rows = [line for line in GUIDE.read_text().splitlines() if line.startswith(f"| `{name}` | {metric.kind}")]
     assert len(rows) == 1 and all(f"`{label}`" in rows[0] for label in metric.labels)
-
-
-def test_windows_count_only_requests_that_drafters_are_asked_for():
-    metrics = Metrics(("ngram",))
-    limits = limits_of(3, [8, 0, 3])
-    limits.max_depth[:] = [4, 0, 16]
-    plan(metrics, plan_of(), limits)
-    counts = metrics.take()
-    assert (counts["windows"], counts["window_tokens"]) == (2, 4 + 3)
-    plan(metrics, plan_of(), limits_of(1, 0))
-    assert "windows" not in metrics.take()
-
-
-def test_parts_of_a_step_are_timed_in_thousandths():
-    metrics = Metrics(())
-    metrics.part("idle", 0.25)
-    metrics.part("idle", 1.5)
-    metrics.part("verify", 0.0)
-    assert metrics.take() == {"part_steps/idle": 2, "part_ms/idle": 1750, "part_steps/verify": 1}

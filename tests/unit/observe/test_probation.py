@@ -18,7 +18,7 @@ from vllm_specrollout.observe.guard import Guard
 from vllm_specrollout.observe.metrics import Metrics
 from vllm_specrollout.observe.probation import FIRST_PATIENCE, MOST_FAILURES, RECOVERED, Probation
 from vllm_specrollout.speculator import Speculator
-from vllm_specrollout.types import FinishedRequest, FinishReason
+from vllm_specrollout.types import Answer, FinishReason
 
 
 class Faulty(Says):
@@ -59,8 +59,8 @@ def run(speculator: Speculator, steps: range, before: Callable[[int], None] = la
     return nodes
 
 
-def ending(name: str) -> FinishedRequest:
-    return FinishedRequest(name, "p", np.zeros(2, np.int32), np.zeros(7, np.int32), FinishReason.FINISHED)
+def ending(name: str) -> Answer:
+    return Answer(name, "p", np.zeros(2, np.int32), np.zeros(7, np.int32), FinishReason.FINISHED)
 
 
 def test_what_goes_on_failing_is_tried_four_times_as_seldom_each_time_and_then_given_up(caplog) -> None:

@@ -12,16 +12,22 @@ from vllm_specrollout.budgets.step_cost import CostLine
 from vllm_specrollout.replay.records import Arrival, Candidates, End, Header, Record, Step, Trace
 from vllm_specrollout.trees.batch import merge_select
 from vllm_specrollout.types import (
+    Answer,
     DraftLimits,
     DraftTree,
-    FinishedRequest,
     RequestBatch,
     StepPlan,
     StepRecord,
+    StepTiming,
     TreeBatch,
 )
 
 LINE = CostLine(fixed=10.0, request=1.0, draft=2.0, node=0.5, branch=0.25, ask=0.1, prompt_row=0.01)
+
+
+def decode_step(batch: int, nodes: int = 0, branches: int = 0) -> StepTiming:
+    """What it has to do; it has no time."""
+    return StepTiming(batch, batch + nodes, nodes, branches, batch, 0.0, True)
 
 
 def tree(tokens: Sequence[int], parents: Sequence[int], probability: float = 0.5, source: int = 0) -> DraftTree:
@@ -102,5 +108,5 @@ class ScriptedBudget(BaseBudget):
     def observe(self, record: StepRecord) -> None:
         self.calls.append(("observe", record))
 
-    def finish(self, ending: FinishedRequest) -> None:
+    def finish(self, ending: Answer) -> None:
         self.calls.append(("finish", ending))

@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from tests.unit.replay.builders import LINE, header, trace_of
-from vllm_specrollout.budgets.step_cost import Load, Timing
+from tests.unit.replay.builders import LINE, decode_step, header, trace_of
+from vllm_specrollout.budgets.step_cost import Timing
 from vllm_specrollout.errors import SpecRolloutError
 from vllm_specrollout.replay.cost import cost_of
 from vllm_specrollout.replay.records import Arrival, Step, Trace
@@ -16,8 +16,7 @@ def recorded(count: int = 200, disturbed: int = 0) -> Trace:
     for i in range(count):
         batch, nodes, branches = 1 + i % 7, (i * 5) % 24, (i * 3) % 5
         nodes, branches = (0, 0) if i % 4 == 0 else (nodes + 1, branches)
-        load = Load(batch=batch, nodes=nodes, branches=branches, asked=batch)
-        ms = LINE.step_ms(load) * (8.0 if i < disturbed else 1.0)
+        ms = LINE.step_ms(decode_step(batch, nodes, branches), asked=batch) * (8.0 if i < disturbed else 1.0)
         timing = Timing(batch, batch + nodes, nodes, branches, batch, ms, True)
         steps.append(Step(at_ms=0.0, ask_ms=0.1, views=batch, timing=timing))
     return replace(trace_of([[1, 2]]), header=header(8, None), arrivals=(), steps=tuple(steps))
@@ -27,13 +26,13 @@ def recorded(count: int = 200, disturbed: int = 0) -> Trace:
 def test_a_line_is_found_again_in_steps_that_lie_on_it_and_a_few_that_do_not(disturbed: int) -> None:
     line = cost_of(recorded(disturbed=disturbed))
     for batch, nodes, branches in ((1, 0, 0), (4, 0, 0), (7, 12, 2), (1, 24, 4), (64, 200, 20)):
-        load = Load(batch=batch, nodes=nodes, branches=branches, asked=batch)
-        assert line.step_ms(load) == pytest.approx(LINE.step_ms(load), rel=0.03)
+        step = decode_step(batch, nodes, branches)
+        assert line.step_ms(step, asked=batch) == pytest.approx(LINE.step_ms(step, asked=batch), rel=0.03)
 
 
 def test_what_drafters_take_is_paid_only_where_they_are_asked() -> None:
     line = cost_of(recorded())
-    assert line.step_ms(Load(batch=4, asked=4)) - line.step_ms(Load(batch=4)) == pytest.approx(0.1, rel=0.05)
+    assert line.ask_ms(4) == pytest.approx(0.1, rel=0.05)
 
 
 def test_prompts_cost_what_the_steps_that_computed_them_cost_beyond_decoding() -> None:

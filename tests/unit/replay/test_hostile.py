@@ -180,7 +180,7 @@ def test_a_file_that_expands_without_end_is_given_up_early(
     monkeypatch.setattr(files, "MOST_LINE", 1 << 20)
     with pytest.raises(TraceError, match="a line of more than"):
         read_trace(path)
-    sizes = [len(chunk) for chunk in files._Lines(path)._chunks()]
+    sizes = [len(chunk) for chunk in files.PackedLines(path)._chunks()]
     assert sum(sizes) == 1 << 26 and max(sizes) <= 1 << 25
 
 

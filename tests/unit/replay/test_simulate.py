@@ -5,9 +5,8 @@ import pytest
 from msgspec import structs
 
 from bench.replay.synthetic import TracePlan, make_trace
-from tests.unit.replay.builders import LINE, ScriptedBudget, header, trace_of, tree
+from tests.unit.replay.builders import LINE, ScriptedBudget, decode_step, header, trace_of, tree
 from vllm_specrollout.budgets.registry import make_budget, names
-from vllm_specrollout.budgets.step_cost import Load
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.errors import SpecRolloutError
 from vllm_specrollout.replay.records import Candidates
@@ -123,7 +122,7 @@ def test_without_drafts_a_rollout_is_the_sum_of_its_plain_steps():
     while queue or left:
         admitted = [queue.pop(0) for _ in range(min(4 - len(left), len(queue)))]
         left += admitted
-        total += line.step_ms(Load(batch=len(left), prompt_rows=64 * len(admitted)))
+        total += line.step_ms(decode_step(len(left)), 64 * len(admitted))
         left = [n - 1 for n in left if n > 1]
     assert result.makespan_ms == pytest.approx(total)
 

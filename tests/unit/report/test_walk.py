@@ -78,6 +78,23 @@ def test_a_rollout_has_the_figures_of_a_count_by_hand():
     assert one.proposed_by[0] >= one.verified
 
 
+def test_figures_by_context_are_those_of_the_rows_that_have_it():
+    _, trace = recorded({"a": list(range(30)), "b": list(range(50, 59))}, ("v2", False), frozenset({3}))
+    table = walk(trace)
+    (one,) = rollouts_of(trace, table, steps_of(trace, table))
+    by_hand: dict[int, list[int]] = {}
+    for request in (0, 1):
+        context = trace.arrivals[request].num_prompt_tokens
+        for row in rows_of(table, request):
+            if row["why"] != "prompt":
+                sums = by_hand.setdefault(1 << (context.bit_length() - 1), [0, 0, 0, 0])
+                for place, value in enumerate((1, row["gained"], row["nodes"], row["accepted"])):
+                    sums[place] += value
+            context += row["gained"]
+    assert one.by_context == [(least, *sums) for least, sums in sorted(by_hand.items())]
+    assert len(one.by_context) > 1 and sum(accepted for *_, accepted in one.by_context) == one.accepted > 0
+
+
 def test_the_tail_begins_where_fewer_than_half_as_many_run_as_at_most():
     answers = {str(i): list(range(100 * i, 100 * i + length)) for i, length in enumerate((4, 4, 4, 30, 60))}
     _, trace = recorded(answers, ("v2", False), frozenset(range(99)))

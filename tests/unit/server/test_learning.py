@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ import pytest
 pytest.importorskip("zmq")
 
 from vllm_specrollout.config import parse
+from vllm_specrollout.server import learning as loop
 from vllm_specrollout.server.asking import Call
 from vllm_specrollout.server.learning import HeadLearning
 from vllm_specrollout.training import parent, spot
@@ -88,7 +90,10 @@ class FakeEngine:
 
     def beat(self, is_busy: bool = False, after: float = 10.0) -> bool:
         self.now += after
-        conversation, answers = self.learning.beat(is_busy), None
+        return self.drive(self.learning.beat(is_busy))
+
+    def drive(self, conversation: Any) -> bool:
+        answers = None
         while True:
             try:
                 answers = self.answer(conversation.send(answers))
@@ -217,6 +222,41 @@ def test_of_several_engines_one_leads_the_others_prefill_and_load(engine: FakeEn
     other.beat()
     assert len(FakeTrainer.made) == 2 and FakeTrainer.made[-1].wish.publish == 1
     other.learning.close()
+
+
+def test_an_engine_that_is_called_gets_the_best_head_of_the_call_at_its_end(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two rollouts nothing says what a head is worth in the engine."""
+    llm = SimpleNamespace(spec_rollout_learning=engine.learning)
+    wished: list[tuple[bool, int]] = []
+
+    def asked(llm: Any, conversation: Any, check: Any) -> bool:
+        for trainer in FakeTrainer.made:
+            wished.append((engine.now < 30.0, trainer.wish.publish))
+            trainer.says(own=2.0 if engine.now < 20.0 else 3.0, serving=0.01)
+            if trainer.wish.publish and engine.now > 32.0:
+                if not (tmp_path / "1").exists():
+                    write(tmp_path, 1)
+                trainer.says(published=1, own=0.0)
+        return engine.drive(conversation)
+
+    def slept(seconds: float) -> None:
+        engine.now += seconds
+
+    monkeypatch.setattr(loop, "ask", asked)
+    monkeypatch.setattr(loop.time, "sleep", slept)
+    told = loop.learn(llm, seconds=30.0)
+    assert set(wished) == {(True, 0), (False, 0), (False, 1)}
+    assert told["number"] == 1 and engine.loaded() == ["1"] and 32.0 < engine.now < 34.0
+    assert FakeTrainer.made[0].wish.is_halted, "the engine's cores are its own again"
+    # a trainer that does not write is not waited for without end
+    monkeypatch.setattr(FakeTrainer, "says", lambda *_, **__: None)
+    FakeTrainer.made[0].said = Said(own=3.0, serving=2.0, published=1)
+    engine.head |= {"positions": spot.ENOUGH, "met": spot.ENOUGH // 2}
+    begin = engine.now
+    loop.learn(llm, seconds=10.0)
+    assert FakeTrainer.made[0].wish.publish == 2 and 70.0 <= engine.now - begin < 72.0
 
 
 def test_a_sleeping_engine_and_one_whose_drafter_is_lent_are_left_alone(engine: FakeEngine) -> None:

@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_specrollout.training.answers import MOST_TIMES, AnswerRing, is_held_out
-from vllm_specrollout.types import FinishedRequest, FinishReason
+from vllm_specrollout.types import Answer, FinishReason
 
 PROMPT = np.array([7, 8, 9], dtype=np.int32)
 
 
-def ending(first: int, length: int, version: int = 0, status: FinishReason = FinishReason.FINISHED) -> FinishedRequest:
+def ending(first: int, length: int, version: int = 0, status: FinishReason = FinishReason.FINISHED) -> Answer:
     """An answer that its first token tells apart."""
     tokens = np.arange(first, first + length, dtype=np.int32)
-    return FinishedRequest(f"r{first}", "p", PROMPT, tokens, status, version)
+    return Answer(f"r{first}", "p", PROMPT, tokens, status, version)
 
 
 def firsts(ring: AnswerRing, version: int, most_tokens: int = 1 << 20) -> list[int]:

@@ -18,11 +18,10 @@ from vllm_specrollout.budgets.papers.plans import (
     tried_tokens,
 )
 from vllm_specrollout.budgets.step_cost import StepCost
-from vllm_specrollout.config.budgets import DasOptions
 from vllm_specrollout.scheduling.lengths import Lengths
 from vllm_specrollout.types import (
+    Answer,
     DraftLimits,
-    FinishedRequest,
     FinishReason,
     IntArray,
     RequestBatch,
@@ -31,6 +30,9 @@ from vllm_specrollout.types import (
 
 SHORT, MEDIUM, LONG = range(3)
 """Length classes."""
+SHARES = (0.5, 0.8)
+"""Of what the longest running answer still needs: a Medium one needs the first of it, a Long one the second. The text
+gives no numbers."""
 PROBE_EVERY = 32
 """Steps in which no draft is worth it after which one token is drafted: acceptance changes, also while nobody looks."""
 _PRIOR_P, _PRIOR_TOKENS = 0.7, 8.0
@@ -50,11 +52,8 @@ class DasBudget(PaperBudget):
     the k with the least time / E(k).
     """
 
-    def __init__(
-        self, max_nodes: int, max_depth: int, options: DasOptions | None = None, *, cost: StepCost | None = None
-    ) -> None:
+    def __init__(self, max_nodes: int, max_depth: int, *, cost: StepCost | None = None) -> None:
         super().__init__(max_nodes, max_depth, cost)
-        self.options = options or DasOptions()
         self.lengths = Lengths()
         self.acceptance = Rate(_PRIOR_TOKENS, _PRIOR_P * _PRIOR_TOKENS)
         self._not_worth_it = 0  # steps in a row
@@ -67,7 +66,7 @@ class DasBudget(PaperBudget):
             most = generated + view.max_new_tokens
             left[i] = self.lengths.expected_total(view.problem_id, generated, most) - generated
         share = left / max(left.max(initial=0.0), 1.0)
-        return (share >= self.options.medium).astype(np.int8) + (share >= self.options.long)
+        return np.searchsorted(SHARES, share, side="right").astype(np.int8)
 
     def best_size(self, num_requests: int, num_long: int, num_medium: int) -> int:
         """The chain of a Long answer, 0 to the engine's limit, that ends it soonest; the smallest of several.
@@ -103,6 +102,6 @@ class DasBudget(PaperBudget):
         self.acceptance.add(int(tried.sum()), int(accepted.sum()))
         super().observe(record)
 
-    def finish(self, ending: FinishedRequest) -> None:
+    def finish(self, ending: Answer) -> None:
         if ending.status is not FinishReason.ABORTED:  # its length says nothing of where it was going
             self.lengths.observe(ending.problem_id, len(ending.token_ids))

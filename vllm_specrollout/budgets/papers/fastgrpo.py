@@ -15,6 +15,10 @@ from vllm_specrollout.budgets.step_cost import StepCost
 from vllm_specrollout.config.budgets import FastGrpoOptions
 from vllm_specrollout.types import DraftLimits, RequestBatch, StepPlan, StepRecord, StepTiming, TreeBatch
 
+K_MAX = 8
+"""Most nodes of a level that are expanded, and most children of each; the text gives no number."""
+GROWTH = 0.1
+"""Share by which a step's time has grown "obviously" (appendix B), where time against rows is a straight line."""
 _PER_ROWS = 16  # times remembered of each row count
 _REFIT = (16, 256)  # steps between two fits of the knee: at first, and once many are known
 
@@ -23,7 +27,7 @@ class FastGrpoBudget(PaperBudget):
     """N_verify = C_peak / B rows for each of B requests, the root's own among them.
 
         K = min(N_verify - 1, K_max)               EAGLE-2's beam
-        L = min(ceil(log2(N_verify / alpha)), L_max)   levels
+        L = min(ceil(log2(N_verify / alpha)), L_max)   levels; alpha, which the text does not give, is 1 here
 
     C_peak is the knee of step time against rows. Appendix B sweeps the rows before training. Here the steps that the
     engine runs anyway are the sweep, and a saved profile is one (`seed`): as long as time has not begun to grow over
@@ -49,10 +53,10 @@ class FastGrpoBudget(PaperBudget):
         """Equations 1 to 3; None where nothing is left to draft."""
         n_verify = int(self.c_peak / max(num_requests, 1))
         nodes = min(n_verify - 1, self.max_nodes)
-        if nodes <= 0 or n_verify <= self.options.alpha:
+        if nodes <= 0:
             return None
-        depth = min(math.ceil(math.log2(n_verify / self.options.alpha)), self.max_depth)
-        return Strategy(nodes, depth, min(n_verify - 1, self.options.k_max))
+        depth = min(math.ceil(math.log2(n_verify)), self.max_depth)
+        return Strategy(nodes, depth, min(n_verify - 1, K_MAX))
 
     def steps_off(self, num_requests: int) -> int:
         return int(self.strategy(num_requests) is None)
@@ -97,7 +101,7 @@ class FastGrpoBudget(PaperBudget):
         least, most = _REFIT
         self._next_fit = self._seen + min(max(least, self._seen // 4), most)
         points = [(rows, ms) for rows, times in self._ms.items() for ms in times]
-        self.knee = find_knee([rows for rows, _ in points], [ms for _, ms in points], self.options.growth)
+        self.knee = find_knee([rows for rows, _ in points], [ms for _, ms in points], GROWTH)
         self.c_peak = 2.0 * max(self._ms) if self.knee is None else self.knee.rows
 
 

@@ -9,14 +9,15 @@ import numpy as np
 
 from vllm_specrollout.budgets.papers.plans import PaperBudget, Rate, chain_limits, keep_running
 from vllm_specrollout.budgets.step_cost import StepCost
-from vllm_specrollout.config.budgets import HistoSpecOptions
 from vllm_specrollout.types import (
+    Answer,
     DraftLimits,
-    FinishedRequest,
     RequestBatch,
     StepRecord,
 )
 
+START, STEP, CAP = 2, 2, 32
+"""Tokens of a new answer's window and of one after a rejection; what a draft accepted whole adds; the largest."""
 PROBE_EVERY = 32
 """Steps without drafts after which one drafts: acceptance changes, also while nobody looks."""
 
@@ -31,15 +32,12 @@ class HistoSpecBudget(PaperBudget):
         max_nodes, max_depth: the engine's limits; they cap the window too.
     """
 
-    def __init__(
-        self, max_nodes: int, max_depth: int, options: HistoSpecOptions | None = None, *, cost: StepCost | None = None
-    ) -> None:
+    def __init__(self, max_nodes: int, max_depth: int, *, cost: StepCost | None = None) -> None:
         super().__init__(max_nodes, max_depth, cost)
-        self.options = options or HistoSpecOptions()
-        self.cap = min(self.options.cap, max_nodes, max_depth)
+        self.cap = min(CAP, max_nodes, max_depth)
         self.windows: dict[str, int] = {}
         # tokens per draft, as if one draft had been accepted whole
-        self._drafted, self._accepted = Rate(1.0, self.options.start), Rate(1.0, self.options.start)
+        self._drafted, self._accepted = Rate(1.0, START), Rate(1.0, START)
         self._off = 0  # steps since the last one with drafts
 
     def pays(self, num_requests: int) -> bool:
@@ -54,7 +52,7 @@ class HistoSpecBudget(PaperBudget):
 
     def limits(self, batch: RequestBatch) -> DraftLimits:
         keep_running(self.windows, batch)
-        windows = [self.windows.get(name, self.options.start) for name in batch.request_ids]
+        windows = [self.windows.get(name, START) for name in batch.request_ids]
         sizes = np.minimum(np.asarray(windows, dtype=np.int32), self.cap)
         reason = "window" if self.pays(batch.size) else "probe"
         self._off = 0
@@ -70,8 +68,8 @@ class HistoSpecBudget(PaperBudget):
         self._accepted.add(len(drafting), int(accepted.sum()))
         for i in drafting.tolist():
             name, is_whole = record.trees.request_ids[i], accepted[i] == sizes[i]
-            grown = min(self.windows.get(name, self.options.start) + self.options.step, self.cap)
-            self.windows[name] = grown if is_whole else self.options.start
+            grown = min(self.windows.get(name, START) + STEP, self.cap)
+            self.windows[name] = grown if is_whole else START
 
-    def finish(self, ending: FinishedRequest) -> None:
+    def finish(self, ending: Answer) -> None:
         self.windows.pop(ending.request_id, None)

@@ -23,14 +23,16 @@ from vllm_specrollout.budgets.papers.plans import (
 from vllm_specrollout.budgets.step_cost import StepCost
 from vllm_specrollout.config.budgets import SpecActorOptions
 from vllm_specrollout.types import (
+    Answer,
     DraftLimits,
-    FinishedRequest,
     RequestBatch,
     StepPlan,
     StepRecord,
     TreeBatch,
 )
 
+REPLAN = 1000
+"""Tokens generated between two plans (Algorithm 2)."""
 _PRIOR_P, _PRIOR_TOKENS = 0.7, 8.0
 """The batch's acceptance before anything was seen, and how many tokens that is worth."""
 
@@ -63,7 +65,7 @@ class SpecActorBudget(PaperBudget):
         self.own: dict[str, int] = {}
         self.acceptance = Rate(_PRIOR_TOKENS, _PRIOR_P * _PRIOR_TOKENS)
         self.requests: dict[str, Rate] = {}
-        self._tokens = self.options.replan  # generated since the last plan
+        self._tokens = REPLAN  # generated since the last plan
 
     def best_window(self, num_requests: int) -> int:
         """The w, 1 to the engine's limit, with the largest TGS; the smallest of several."""
@@ -99,7 +101,7 @@ class SpecActorBudget(PaperBudget):
 
     def limits(self, batch: RequestBatch) -> DraftLimits:
         keep_running(self.requests, batch)
-        if self._tokens >= self.options.replan and batch.size:
+        if self._tokens >= REPLAN and batch.size:
             self.replan(batch)
         sizes = np.asarray([self.own.get(name, self.window) for name in batch.request_ids], dtype=np.int32)
         return chain_limits(batch, sizes, "own windows" if self.own else "window")
@@ -125,6 +127,6 @@ class SpecActorBudget(PaperBudget):
         self._tokens += record.trees.num_requests + int(accepted.sum())
         super().observe(record)
 
-    def finish(self, ending: FinishedRequest) -> None:
+    def finish(self, ending: Answer) -> None:
         self.requests.pop(ending.request_id, None)
         self.own.pop(ending.request_id, None)

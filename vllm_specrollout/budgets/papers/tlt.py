@@ -25,6 +25,10 @@ Earned = TypeVar("Earned")
 # Table 4: of 64 tokens to verify, all are best at batch 1, 48 at 2 and 4, 16 from 8 on
 _THRESHOLDS = (1, 2, 8)
 _SHARES = (1.0, 0.75, 0.25)
+EPSILON = 0.1
+"""Probability of trying any strategy, instead of the best one so far (Algorithm 1); the text gives no number."""
+WINDOW = 16
+"""Steps of each strategy that are remembered (Algorithm 1); the text gives no number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +144,8 @@ class TltBudget(PaperBudget):
             _THRESHOLDS,
             [len(group) for group in self.strategies],
             self.reward,
-            epsilon=self.options.epsilon,
-            window=self.options.window,
+            epsilon=EPSILON,
+            window=WINDOW,
             rng=rng,
         )
         self._draw: Draw | None = None  # of the limits given last

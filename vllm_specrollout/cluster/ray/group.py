@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 import ray
 
-from vllm_specrollout.cluster.batch import Answer, GroupError, RequestChecker
+from vllm_specrollout.cluster.batch import GroupAnswer, GroupError, RequestChecker
 from vllm_specrollout.cluster.driver import BEHIND, Driver, EngineLost
 from vllm_specrollout.cluster.ladder import LADDERS
 from vllm_specrollout.cluster.lending import BEAT_S, Ask, Lending, Warm
@@ -33,7 +33,7 @@ AUTO = "auto"
 _END_S = 10.0
 _T = TypeVar("_T")
 
-__all__ = ["Answer", "GroupError", "SpecGroup"]
+__all__ = ["GroupAnswer", "GroupError", "SpecGroup"]
 
 
 class SpecGroup:
@@ -153,7 +153,7 @@ class SpecGroup:
 
     # --- what a trainer calls -----------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Sequence[str | Sequence[int]], params: Any, *, lora: Any = None) -> list[Answer]:
+    def generate(self, prompts: Sequence[str | Sequence[int]], params: Any, *, lora: Any = None) -> list[GroupAnswer]:
         """Answer all prompts.
 
         Args:
@@ -173,7 +173,7 @@ class SpecGroup:
 
     def stream(
         self, prompts: Sequence[str | Sequence[int]], params: Any, *, lora: Any = None
-    ) -> Iterator[tuple[int, Answer]]:
+    ) -> Iterator[tuple[int, GroupAnswer]]:
         """(index, answer) of each, as they end. As `generate`; several may go on at once."""
         answers = self._stream(prompts, params, lora)
         try:
@@ -183,7 +183,9 @@ class SpecGroup:
             if not self._is_closed:
                 self._run(answers.aclose())
 
-    async def agenerate(self, prompts: Sequence[str | Sequence[int]], params: Any, *, lora: Any = None) -> list[Answer]:
+    async def agenerate(
+        self, prompts: Sequence[str | Sequence[int]], params: Any, *, lora: Any = None
+    ) -> list[GroupAnswer]:
         """As `generate`, for a driver that goes on meanwhile."""
         return await asyncio.wrap_future(self._given(self._generate(prompts, params, lora)))
 
@@ -191,7 +193,7 @@ class SpecGroup:
         """New weights for all, by a method of vLLM's workers; returns the weights' version.
 
         An engine that is down gets them before it gets a request. What runs goes on with the new weights, behind the
-        tokens that have come; `Answer.versions` says which weights gave which token.
+        tokens that have come; `GroupAnswer.versions` says which weights gave which token.
         """
         return self._run(self._bring(update=(self._driver.wanted.version + 1, method, kwargs)))
 
@@ -217,7 +219,7 @@ class SpecGroup:
         return epoch
 
     def report_rewards(self, rewards: Mapping[str, float]) -> int:
-        """By `Answer.request`, finite numbers; how many some engine knew."""
+        """By `GroupAnswer.request`, finite numbers; how many some engine knew."""
         return sum(self._run(self._ask("rewards", dict(rewards))))
 
     def sleep(self, level: int = 1) -> None:
@@ -275,20 +277,20 @@ class SpecGroup:
             future.cancel()
             raise
 
-    async def _generate(self, prompts: Sequence[str | Sequence[int]], params: Any, lora: Any) -> list[Answer]:
+    async def _generate(self, prompts: Sequence[str | Sequence[int]], params: Any, lora: Any) -> list[GroupAnswer]:
         async with aclosing(self._stream(prompts, params, lora)) as answers:
             found = {index: answer async for index, answer in answers}
         return [found[i] for i in range(len(found))]
 
     async def _stream(
         self, prompts: Sequence[str | Sequence[int]], params: Any, lora: Any
-    ) -> AsyncGenerator[tuple[int, Answer], None]:
+    ) -> AsyncGenerator[tuple[int, GroupAnswer], None]:
         driver = self._driver
         if driver.wanted.asleep:
             raise GroupError("the group sleeps", "call `wake` before it is to answer")
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         encoded = iter((await self._ask("encode", texts, most=1))[0] if texts else ())
-        ended: asyncio.Queue[tuple[str, Answer | GroupError]] = asyncio.Queue()
+        ended: asyncio.Queue[tuple[str, GroupAnswer | GroupError]] = asyncio.Queue()
         tokens = [next(encoded) if isinstance(one, str) else one for one in prompts]
         async with self._turn:  # reports are heard while a large batch is looked through
             asked = await asyncio.to_thread(
@@ -364,7 +366,7 @@ class SpecGroup:
         await asyncio.sleep(0)  # those that wait hear of it
 
 
-async def _next(answers: AsyncGenerator[tuple[int, Answer], None]) -> tuple[int, Answer] | None:
+async def _next(answers: AsyncGenerator[tuple[int, GroupAnswer], None]) -> tuple[int, GroupAnswer] | None:
     """None: that was all."""
     return await anext(answers, None)
 

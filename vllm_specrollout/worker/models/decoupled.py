@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from vllm_specrollout.cluster.child import Command, DrafterProcess, WarmDrafter
 from vllm_specrollout.cluster.link import SamplingOf
-from vllm_specrollout.cluster.mail import Box
+from vllm_specrollout.cluster.mail import MailClient
 from vllm_specrollout.cluster.messages import Sampling
 from vllm_specrollout.cluster.planner import Plan, plan_engine
 from vllm_specrollout.cluster.profiles import DrafterProfile, Learning, kept, of_engine, save
@@ -49,6 +49,8 @@ SHARE: dict[str, Any] = {
     "max_num_seqs": 64,
 }
 """What a drafter takes of its engine's GPU, where nothing else is said: some 2 to 3 GB with half a billion weights."""
+START_S = 180.0
+"""Seconds that the engine's start waits for drafters; until they are there, requests decode plainly."""
 _POLL_S = 0.02  # while the engine starts
 _WINDOW = 4  # of a drafter of which nothing is known
 _PLACES = {
@@ -135,14 +137,14 @@ def begin(runner: Any, sampling: SamplingOf) -> DecoupledDrafter | None:
         runner.placed = _placed(plans.get(config.coupled_model["model"]))
     is_apart = runner.placed is Mode.DECOUPLED
     if own.address and is_apart:
-        drafter.link(SINGLE, Box(own.address, key_file=own.key_file))
+        drafter.link(SINGLE, MailClient(own.address, key_file=own.key_file))
     for started in config.begun:
         if started.name == SINGLE and not is_apart:
             continue
         ahead, _ = plans.get(started.model, (None, None))
         process = DrafterProcess(_command(started, vllm_config))
         window = own.window or (_WINDOW if ahead is None else ahead.window)
-        drafter.link(started.name, Box(process.command.address), process, window=window)
+        drafter.link(started.name, MailClient(process.command.address), process, window=window)
         if ahead is not None:
             logger.info(
                 "Spec rollout: drafter `%s` is planned with a window of %d: %.2f tokens a step, %.2f times without",
@@ -242,11 +244,11 @@ def join(runner: Any) -> None:
         runner.model_drafter.is_resting = True
         if runner.placed is Mode.DECOUPLED and (free := own_cores(config, cores_of_process())):
             use_cores(free)
-    most_s, begin_s = config.decoupled.start_s, time.monotonic()
+    begin_s = time.monotonic()
     while missing := [link for link in drafter.links.values() if not link.is_there]:
         drafter.receive()
         is_hopeless = all(link.process is not None and not link.process.is_alive for link in missing)
-        if time.monotonic() - begin_s > most_s or is_hopeless:
+        if time.monotonic() - begin_s > START_S or is_hopeless:
             logger.warning(
                 "Spec rollout: decoupled drafters are not there after %.0f s: %s; until they are, requests go without"
                 " their drafts",

@@ -340,7 +340,7 @@ class Swapper:
         runner.spec_rollout.renewed(drafter)
         runner.spec_rollout.worth.renew(drafter.name)
         runner.spec_rollout.budget.renewed(drafter.source, drafter.num_sources)
-        runner.metrics.head(drafter.heads.number, drafter.heads.parent, drafter.heads.went_back)
+        runner.metrics.head(drafter.heads.number, drafter.heads.went_back)
 
 
 @contextlib.contextmanager

@@ -11,14 +11,12 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_specrollout.types import DraftMode, IntArray
 
-_MOST_SCRATCH = 512
+MOST_SCRATCH = 512
 _SCRATCH_SHARE = 0.1  # of the KV cache's memory
 
 
-def scratch_blocks(
-    specs: dict[str, KVCacheSpec], cache_bytes: int, host_bytes: int, wanted: int | None
-) -> tuple[int, int]:
-    """How many scratch blocks to set up beside the KV cache, and the bytes they take.
+def scratch_blocks(specs: dict[str, KVCacheSpec], cache_bytes: int, host_bytes: int) -> int:
+    """How many scratch blocks to set up beside the KV cache: a share of its memory, or what the host has left if less.
 
     The scheduler has all blocks that stock vLLM would have: scratch that came out of them would push requests out.
 
@@ -26,16 +24,12 @@ def scratch_blocks(
         specs: KV cache spec of each layer.
         cache_bytes: memory of the KV cache.
         host_bytes: memory that the host has left for the KV cache and for scratch together.
-        wanted: the configured number; None: a share of the KV cache's memory, or what the host has left if less.
     """
     if len({type(spec) for spec in specs.values()}) != 1 or not specs:
-        return 0, 0  # several kinds of layers: chains only, which need none
+        return 0  # several kinds of layers: chains only, which need none
     block_bytes = sum(spec.page_size_bytes for spec in specs.values())
-    if wanted is not None:
-        return wanted, wanted * block_bytes
     most_bytes = min(int(cache_bytes * _SCRATCH_SHARE), max(host_bytes - cache_bytes, 0))
-    count = min(_MOST_SCRATCH, most_bytes // block_bytes)
-    return count, count * block_bytes
+    return min(MOST_SCRATCH, most_bytes // block_bytes)
 
 
 def with_scratch(config: KVCacheConfig, count: int) -> tuple[KVCacheConfig, IntArray]:

@@ -22,8 +22,8 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm_specrollout.patches import features
 from vllm_specrollout.trees.batch import num_branches, with_branches
 from vllm_specrollout.types import (
+    Answer,
     DraftMode,
-    FinishedRequest,
     FinishReason,
     RequestBatch,
     StepTiming,
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class StepState:
+class V1Step:
     """The step in progress: made when it begins, dropped with it."""
 
     # number of the engine step, and seconds when it began
@@ -103,12 +103,12 @@ class SpecRolloutV1(_Base):
             self.input_batch.logitsprocs = plain_processors(self)
         self.spec_rollout, self.metrics = make_speculator(vllm_config, "v1")
         self.stats = Stats()
-        self.book = self.desk = RequestBook(DraftMode.OFF, self.noise.tape)
+        self.book = self.admissions = RequestBook(DraftMode.OFF, self.noise.tape)
         self.shape: tuple[DraftMode, str] = (DraftMode.OFF, "the KV cache is not set up yet")
         is_checking = config_of(vllm_config).self_check != "off"
         self.drafting = Drafting.of(self.spec_rollout, self.parallel_config, is_checking=is_checking)
         self.weights_version = self.drafting.weights_version
-        self.step = StepState(0, 0.0, 0)
+        self.step = V1Step(0, 0.0, 0)
         self._planned = NO_DRAFTS  # drafts on their way through the scheduler
         # fields of the last completed step's `StepTiming`, as far as they are known; None: it was told
         self._timing: dict[str, Any] | None = None
@@ -132,7 +132,7 @@ class SpecRolloutV1(_Base):
     def _set_up_drafting(self) -> None:
         """Called at the end of `initialize_kv_cache`."""
         self.shape = self._model_shape()
-        self.book = self.desk = RequestBook(self.shape[0], self.noise.tape, self.drafting.admit)
+        self.book = self.admissions = RequestBook(self.shape[0], self.noise.tape, self.drafting.admit)
         if self.speculative_config is not None:
             self.model_drafter = model_drafter_of(self) if self.shape[0] is not DraftMode.OFF else None
             follow_plain_steps(self.input_batch)
@@ -180,7 +180,7 @@ class SpecRolloutV1(_Base):
             if period_ms < 2.0 * self._timing["step_ms"] + 5.0:
                 self._timing["step_ms"] = period_ms
             self.settle()
-        self.step = StepState(step_of(scheduler_output), now, waiting_of(scheduler_output))
+        self.step = V1Step(step_of(scheduler_output), now, waiting_of(scheduler_output))
         self.step.wanted = wanted_of(scheduler_output)
         for req_id, (num_tokens, status) in endings_of(scheduler_output).items():
             if req_id in self.requests:  # it ended in the last step, with that one's weights
@@ -228,7 +228,7 @@ class SpecRolloutV1(_Base):
         self.drafting.forget(state.req_id)
         self.book.next_part(state)
 
-    def unfinished(self) -> list[FinishedRequest]:
+    def unfinished(self) -> list[Answer]:
         """What the engine leaves behind when it is shut down."""
         version = self.weights_version.computed
         running = [self.book.get(state) for state in self.requests.values() if state.output_token_ids]

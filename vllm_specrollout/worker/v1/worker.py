@@ -108,15 +108,8 @@ class SpecRolloutCPUWorker(StatsMixin, DrafterMixin, TrainerMixin, CPUWorker):
 
     def determine_available_memory(self) -> int:
         available = super().determine_available_memory()
-        wanted = config_of(self.vllm_config).scratch_blocks
         host = psutil.virtual_memory().available
-        count, taken = scratch_blocks(self.model_runner.get_kv_cache_spec(), available, host, wanted)
-        if taken > min(available // 2, max(host - available, 0)):
-            raise UnsupportedError(
-                f"`scratch_blocks` is {count}, which takes {taken >> 20} MiB beside {available >> 20} MiB of KV cache;"
-                f" the host has {max(host - available, 0) >> 20} MiB left, and half of the KV cache's size is the most",
-                "lower `scratch_blocks`, or give the KV cache less memory (`VLLM_CPU_KVCACHE_SPACE`, in GiB)",
-            )
+        count = scratch_blocks(self.model_runner.get_kv_cache_spec(), available, host)
         self.model_runner.num_scratch = _least_of_all_ranks(count)
         return available
 

@@ -22,7 +22,7 @@ from vllm_specrollout.kernels.kv_commit.naive import kv_commit as naive_commit
 from vllm_specrollout.kernels.tree_verify.naive import noise32, noise64, philox_noise32
 from vllm_specrollout.observe.guard import Guard
 from vllm_specrollout.observe.self_check import tolerance
-from vllm_specrollout.types import DraftMode, FinishedRequest
+from vllm_specrollout.types import Answer, DraftMode
 from vllm_specrollout.worker.drafting import Drafting
 from vllm_specrollout.worker.v2.attention import ShadowedAttention, attention_layers
 from vllm_specrollout.worker.v2.host import Host, HostRequest
@@ -58,7 +58,7 @@ class _Deaf:
     def __init__(self) -> None:
         self.guard = Guard(is_strict=False)
 
-    def finish(self, ending: FinishedRequest) -> None:
+    def finish(self, ending: Answer) -> None:
         """It was never begun."""
 
 
@@ -85,7 +85,7 @@ class Scripted(Drafting):
 
 
 @dataclass(slots=True)
-class Line:
+class CheckedRequest:
     """One request, and what plain decoding made of it."""
 
     prompt: list[int]
@@ -105,7 +105,7 @@ class CheckRequests:
         self.drafting = Scripted()
         self.host = Host(self.drafting, runner.max_model_len)
         self.depth = min(_DEPTH, runner.max_draft_tokens, runner.spec_config.max_depth)
-        self.lines: list[Line] = []
+        self.lines: list[CheckedRequest] = []
         self._num_blocks = 1
         self._pass = 0
 
@@ -126,7 +126,7 @@ class CheckRequests:
                 temperature=float(number % 2), seed=1000 + number, max_tokens=_MOST, ignore_eos=True
             )
             prompt = draw.integers(0, runner.vocab_size, length).tolist()
-            self.lines.append(Line(prompt, params, tuple(self._take(count) for count in counts)))
+            self.lines.append(CheckedRequest(prompt, params, tuple(self._take(count) for count in counts)))
 
     def _take(self, count: int) -> list[int]:
         self._num_blocks += count
@@ -244,7 +244,7 @@ class CheckRequests:
             self.runner.draft_graphs.trees = kept
         self.end()
 
-    def _drafts(self, draft: Any, lines: Sequence[Line]) -> dict[int, Draft]:
+    def _drafts(self, draft: Any, lines: Sequence[CheckedRequest]) -> dict[int, Draft]:
         most, vocab = self.runner.max_draft_tokens, self.runner.vocab_size
         drafts = {number: draft(line.tokens[1 : 1 + self.depth], vocab) for number, line in enumerate(lines)}
         return {number: (tokens[:most], parents[:most]) for number, (tokens, parents) in drafts.items()}
@@ -272,7 +272,7 @@ class CheckRequests:
             return False, f"request {number}: token {found} for {wanted} at {i}, {apart:.2g} apart (tie: {most:.2g})"
         return False, ""
 
-    def _apart(self, line: Line, at: int, wanted: int, found: int) -> tuple[float, float]:
+    def _apart(self, line: CheckedRequest, at: int, wanted: int, found: int) -> tuple[float, float]:
         """How far apart two tokens were, and how far apart a tie may be."""
         logits = line.logits[at].float()
         pair = [float(logits[wanted]), float(logits[found])]

@@ -25,7 +25,6 @@ from vllm_specrollout.kernels.lookup.naive import TILE
 from vllm_specrollout.observe.guard import CONTAINED, Guard
 from vllm_specrollout.patches import features
 from vllm_specrollout.types import TENTHS, IntArray
-from vllm_specrollout.worker.v2.device_times import DeviceTimes
 from vllm_specrollout.worker.v2.texts import DeviceTexts
 from vllm_specrollout.worker.v2.told import ENDS, SIBLINGS, Asked, Told, ToldRows
 
@@ -67,15 +66,14 @@ class DeviceDrafts:
         texts: earlier answers on the device; None: none are looked at.
         max_depth: most tokens of a path that is looked up.
         guard: told of what fails.
-        times: of the step's parts on the device.
     """
 
     def __init__(
         self, speculator: Any, depth: int, states: Any, told: Callable[[str], Told], texts: DeviceTexts | None,
-        max_depth: int, guard: Guard, times: DeviceTimes,
+        max_depth: int, guard: Guard,
     ) -> None:  # fmt: skip
         self._states, self.texts = states, texts
-        self._device, self._guard, self._times = states.device, guard, times
+        self._device, self._guard = states.device, guard
         self.width, most = states.num_speculative_steps, states.max_num_reqs
         self.told = ToldRows(most, states.req_id_to_index, told)
         self.changed: Callable[[], Iterable[str]] = tuple
@@ -182,8 +180,7 @@ class DeviceDrafts:
         states = self._states
         looked = None
         if self.looks_up and not self.is_paused:
-            with self._times.of("lookup"):
-                looked = self.look_up(batch, asked, sent[:4])
+            looked = self.look_up(batch, asked, sent[:4])
         lines = self._lines if self.carries and not self.is_paused else None
         if self.model is None:
             modelled = None

@@ -20,8 +20,8 @@ from vllm_specrollout.speculator import PlannedStep
 from vllm_specrollout.trees.batch import with_branches
 from vllm_specrollout.types import (
     MOST_NODES,
+    Answer,
     DraftMode,
-    FinishedRequest,
     FinishReason,
     IntArray,
     RequestBatch,
@@ -146,7 +146,7 @@ class HostRequest(RequestState):
         self.buffer[self.length : end] = tokens
         self.length = end
 
-    def ended(self, num_tokens: int, status: FinishReason, weights_version: int) -> FinishedRequest:
+    def ended(self, num_tokens: int, status: FinishReason, weights_version: int) -> Answer:
         """What drafters are told at its end: the answer is `num_tokens` long, whatever was sampled behind them."""
         end = min(self.length, self.num_prompt + num_tokens)
         return self.ending(self.buffer[: self.num_prompt], self.buffer[self.num_prompt : end], status, weights_version)
@@ -249,7 +249,7 @@ class Host:
             self._over[request_id] = _Over(request, num_tokens, status, self.weights_version.computed)
             self._tell_endings()
 
-    def unfinished(self) -> list[FinishedRequest]:
+    def unfinished(self) -> list[Answer]:
         """What the engine leaves behind when it is shut down."""
         version = self.weights_version.computed
         over = [over.request.ended(over.num_tokens, over.status, over.weights_version) for over in self._over.values()]

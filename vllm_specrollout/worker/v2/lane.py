@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
 from vllm_specrollout.budgets.goodput import Acceptance
+from vllm_specrollout.budgets.papers.fastgrpo import K_MAX
 from vllm_specrollout.config import MODEL_SOURCES
 from vllm_specrollout.config.budgets import FastGrpoOptions, TltOptions
 from vllm_specrollout.drafters.beams import widest
@@ -168,7 +168,7 @@ class Lane(SpecRolloutV2):
         texts = None if self._history is None else DeviceTexts(self._history.texts, device, stream)
         self.drafts = DeviceDrafts(
             self.speculator, self._levels, self.req_states, self._told_of, texts, self.spec_config.max_depth,
-            self.spec_rollout.guard, self.times,
+            self.spec_rollout.guard,
         )  # fmt: skip
         self.drafts.looks_up, self.drafts.withhold = bool(lookups), self._withhold
         self.drafts.changed, self.drafts.held = self._changed, self._held
@@ -235,7 +235,7 @@ class Lane(SpecRolloutV2):
         if isinstance(options, TltOptions):
             model.most_beams, model.is_by_q = widest(options.top_k), not options.noise
         elif isinstance(options, FastGrpoOptions):
-            model.most_beams = widest(options.k_max)
+            model.most_beams = widest(K_MAX)
         return Beams(self.speculator, caches, size, self._levels, range(last - count, last), model.expand)
 
     def capture_model(self, **kwargs: Any) -> int:
@@ -301,7 +301,6 @@ class Lane(SpecRolloutV2):
         step.room = {name: len(ids) for name, ids in scheduler_output.scheduled_spec_decode_tokens.items()}
         step.has_drafts = bool(step.room)
         if step.has_drafts:
-            self.times.begin_step()
             # a prompt stays with vLLM's attention, and so does all that is computed beside it
             self.inputs.has_branches = self._may_branch(step.num_running) and not holds_prompt(scheduler_output)
             if self.inputs.has_branches:
@@ -422,7 +421,7 @@ class Lane(SpecRolloutV2):
 
     def _plan(self, step: InFlight) -> PlannedStep | None:
         """What the budget would verify of a step's drafts. A request of which it would leave some gets less room."""
-        begin, most = time.perf_counter(), self.max_draft_tokens
+        most = self.max_draft_tokens
         room = {r.request_id: most for r in step.requests if r is not None and r.length > r.begins_at}
         batch = self.host.batch(room, may_branch=True)
         planned = self.drafting.look_ahead(batch, step.number)
@@ -432,7 +431,6 @@ class Lane(SpecRolloutV2):
         there = np.max([np.zeros_like(chosen), *(one.sizes for one in planned.proposals)], axis=0)
         is_cut = (chosen < there) | ((there == 0) & self.spec_rollout.budget.backs_off)
         self._windows = {name: int(chosen[i]) for i, name in enumerate(batch.request_ids) if is_cut[i]}
-        self._took("plan", (time.perf_counter() - begin) * 1e3)
         return planned
 
     def _carry_lines(self) -> None:

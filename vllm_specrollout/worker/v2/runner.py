@@ -22,13 +22,13 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from vllm_specrollout.speculator import Speculator
-from vllm_specrollout.types import DraftMode, FinishedRequest, empty_trees
+from vllm_specrollout.types import Answer, DraftMode, empty_trees
 from vllm_specrollout.worker.arriving import is_unseeded, resumed_of, signed
 from vllm_specrollout.worker.common import Stats, config_of
 from vllm_specrollout.worker.drafting import Drafting, begin_step
 from vllm_specrollout.worker.hidden import Tap
 from vllm_specrollout.worker.models.swapping import Swapper
-from vllm_specrollout.worker.request import Desk
+from vllm_specrollout.worker.request import Admissions
 from vllm_specrollout.worker.scheduler import (
     DraftReport,
     SpecRolloutOutput,
@@ -42,7 +42,6 @@ from vllm_specrollout.worker.speculate import announce, make_speculator
 from vllm_specrollout.worker.v2.attention import install_tree_attention
 from vllm_specrollout.worker.v2.commit import RoutedExperts, SlotMover
 from vllm_specrollout.worker.v2.device_drafts import DeviceDrafts
-from vllm_specrollout.worker.v2.device_times import DeviceTimes
 from vllm_specrollout.worker.v2.graphs import DraftGraphs
 from vllm_specrollout.worker.v2.host import Host, HostRequest, InFlight, StepState, tokens_of
 from vllm_specrollout.worker.v2.inputs import TreeInputs, follow_depths
@@ -84,9 +83,8 @@ class SpecRolloutV2(_Base):
         self.host = Host(drafting, self.max_model_len)
         self.inputs = TreeInputs(self.max_num_reqs, self.max_num_tokens, device)
         self.tokens_ready = torch.cuda.Event()
-        self.times = DeviceTimes(device)
         self.stats = Stats()
-        self.desk = Desk(DraftMode.OFF)
+        self.admissions = Admissions(DraftMode.OFF)
         self.shape: tuple[DraftMode, str] = (DraftMode.OFF, "the KV cache is not set up yet")
         self.mover: SlotMover | None = None
         self.experts: RoutedExperts | None = None
@@ -102,7 +100,7 @@ class SpecRolloutV2(_Base):
     def weights_version(self) -> WeightsVersion:
         return self.host.weights_version
 
-    def unfinished(self) -> list[FinishedRequest]:
+    def unfinished(self) -> list[Answer]:
         return self.host.unfinished()
 
     def standing(self) -> dict[str, tuple[int, int]]:
@@ -124,7 +122,7 @@ class SpecRolloutV2(_Base):
         if is_profiling:
             return
         self.shape = model_shape(self)
-        self.desk = Desk(self.shape[0])
+        self.admissions = Admissions(self.shape[0])
         announce(self.vllm_config, "V2", self.shape)
         self.verifier = TreeVerifier(self.sampler, self.max_draft_tokens)
         if (connector := getattr(self, "aux_output_connector", None)) is not None:
@@ -158,7 +156,7 @@ class SpecRolloutV2(_Base):
         for new in scheduler_output.scheduled_new_reqs:
             params, tokens = new.sampling_params, new.prefill_token_ids
             assert params is not None and tokens is not None
-            admission = self.desk.admit(
+            admission = self.admissions.admit(
                 params,
                 tokens[: new.prompt_len],
                 has_prompt_embeds=new.prompt_embeds is not None,
@@ -201,13 +199,6 @@ class SpecRolloutV2(_Base):
         """A step begins that computes something; returns the schedule as vLLM is to see it."""
         raise NotImplementedError
 
-    def _took(self, part: str, ms: float) -> None:
-        """A part of a step took so long."""
-        entry = self.stats.by_part.setdefault(part, [0, 0.0])
-        entry[0] += 1
-        entry[1] += ms
-        self.metrics.part(part, ms)
-
     def _set_active_loras(self, prompt_lora_mapping: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
         if self.step.has_drafts:
             # one entry per logits row; vLLM's has one per request
@@ -234,8 +225,7 @@ class SpecRolloutV2(_Base):
             self.structured_outputs_worker.apply_grammar_bitmask(
                 logits, input_batch, grammar_output.structured_output_request_ids, grammar_output.grammar_bitmask
             )
-        with self.times.of("verify"):
-            output, path = self.verifier(logits, input_batch, self.inputs, self.drafts.withheld(input_batch))
+        output, path = self.verifier(logits, input_batch, self.inputs, self.drafts.withheld(input_batch))
         if self.inputs.has_branches:
             self.step.accepted = (input_batch.query_start_loc, path, output.num_sampled)
             if self.experts is not None:  # before vLLM takes them
@@ -277,8 +267,7 @@ class SpecRolloutV2(_Base):
         reads the KV cache, but behind the tokens that the host waits for."""
         if self.step.accepted is not None:
             assert self.mover is not None and self.inputs.slots is not None
-            with self.times.of("commit"):
-                self.mover.move(self.inputs.slots, *self.step.accepted)
+            self.mover.move(self.inputs.slots, *self.step.accepted)
             self.step.accepted = None
 
     def _remember(self, output: Any, batch: InputBatch) -> None:
@@ -315,8 +304,6 @@ class SpecRolloutV2(_Base):
     def take_in(self, keep: int = 0) -> None:
         """`settle` without what can wait until the next step is launched."""
         settled = self.host.settle(keep)
-        for part, ms in self.times.take():
-            self._took(part, ms)
         self.stats.output_tokens += settled.tokens
         self.stats.accepted += settled.accepted
         self.stats.drafted += settled.drafted

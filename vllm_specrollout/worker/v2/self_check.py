@@ -31,7 +31,7 @@ from vllm_specrollout.observe.metrics import Metrics
 from vllm_specrollout.observe.self_check import Record, allowed, deadline
 from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.common import Stats
-from vllm_specrollout.worker.request import Desk
+from vllm_specrollout.worker.request import Admissions
 from vllm_specrollout.worker.v2.check_steps import CheckRequests, Scripted
 from vllm_specrollout.worker.v2.host import Host
 from vllm_specrollout.worker.v2.verify import sampled_rows
@@ -224,7 +224,7 @@ def limit(runner: Any, shape: DraftMode, reason: str) -> None:
     if runner.shape[0] is shape or runner.shape[0] is DraftMode.OFF or shape is DraftMode.TREE:
         return
     runner.shape = (shape, reason)
-    runner.desk = Desk(shape)
+    runner.admissions = Admissions(shape)
     runner.draft_graphs.trees = None
 
 
@@ -272,7 +272,7 @@ def _is_first() -> bool:
     return bool(get_tp_group().rank_in_group == 0)
 
 
-class _Quiet(Desk):
+class _Quiet(Admissions):
     """Admits requests that nobody sent, so nobody is told why they get less."""
 
     def _note(self, shape: DraftMode, reason: str) -> None:
@@ -290,7 +290,7 @@ def set_aside(runner: Any, host: Host | None = None) -> Iterator[None]:
         "host": host or Host(Scripted(), runner.max_model_len),
         "metrics": Metrics(()),
         "stats": Stats(),
-        "desk": _Quiet(runner.shape[0]),
+        "admissions": _Quiet(runner.shape[0]),
         "model_drafter": None,
     }
     kept = {name: getattr(runner, name) for name in stand_ins}
@@ -299,7 +299,7 @@ def set_aside(runner: Any, host: Host | None = None) -> Iterator[None]:
         yield
     finally:
         # a verdict may have changed what it admits
-        kept["desk"] = Desk(runner.shape[0])
+        kept["admissions"] = Admissions(runner.shape[0])
         vars(runner).update(kept)
 
 

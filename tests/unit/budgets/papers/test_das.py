@@ -8,14 +8,13 @@ import pytest
 from tests.unit.budgets.papers.builders import Line, chains_of, requests, step, view
 from vllm_specrollout.budgets.papers.das import LONG, MEDIUM, SHORT, DasBudget
 from vllm_specrollout.budgets.papers.plans import Rate
-from vllm_specrollout.config.budgets import DasOptions
-from vllm_specrollout.types import DraftMode, FinishedRequest, FinishReason, RequestBatch
+from vllm_specrollout.types import Answer, DraftMode, FinishReason, RequestBatch
 
 _NONE = np.zeros(0, np.int32)
 
 
-def _das(lengths: dict[str, list[int]] | None = None, *, fixed: float = 10.0, row: float = 0.2, **options: float):
-    budget = DasBudget(24, 16, DasOptions(**options), cost=Line(fixed, row))
+def _das(lengths: dict[str, list[int]] | None = None, *, fixed: float = 10.0, row: float = 0.2):
+    budget = DasBudget(24, 16, cost=Line(fixed, row))
     for problem_id, known in (lengths or {}).items():
         for length in known:
             _end(budget, problem_id, length)
@@ -23,7 +22,7 @@ def _das(lengths: dict[str, list[int]] | None = None, *, fixed: float = 10.0, ro
 
 
 def _end(budget: DasBudget, problem_id: str, length: int, status: FinishReason = FinishReason.FINISHED) -> None:
-    budget.finish(FinishedRequest("r", problem_id, _NONE, np.zeros(length, np.int32), status))
+    budget.finish(Answer("r", problem_id, _NONE, np.zeros(length, np.int32), status))
 
 
 def _batch(*problems: str, generated: int = 0, **kwargs: object) -> RequestBatch:
@@ -63,11 +62,6 @@ def test_a_short_answer_that_goes_on_and_on_becomes_long() -> None:
 
 def test_before_anything_is_known_everything_may_be_long() -> None:
     assert _das().classes(_batch("a", "b")).tolist() == [LONG, LONG]
-
-
-def test_the_shares_of_the_classes_can_be_set() -> None:
-    budget = _das({"a": [1000], "b": [600]}, medium=0.1, long=0.5)
-    assert budget.classes(_batch("a", "b")).tolist() == [LONG, LONG]
 
 
 def test_an_aborted_answers_length_is_not_learned() -> None:

@@ -7,14 +7,13 @@ import pytest
 
 from tests.unit.budgets.papers.builders import Line, chains_of, requests, step
 from vllm_specrollout.budgets.papers.histospec import HistoSpecBudget
-from vllm_specrollout.config.budgets import HistoSpecOptions
-from vllm_specrollout.types import FinishedRequest, FinishReason
+from vllm_specrollout.types import Answer, FinishReason
 
 _NONE = np.zeros(0, np.int32)
 
 
-def _histospec(max_nodes: int = 64, *, row: float = 0.2, **options: int) -> HistoSpecBudget:
-    return HistoSpecBudget(max_nodes, 64, HistoSpecOptions(**options), cost=Line(10.0, row))
+def _histospec(max_nodes: int = 64, *, row: float = 0.2) -> HistoSpecBudget:
+    return HistoSpecBudget(max_nodes, 64, cost=Line(10.0, row))
 
 
 def _windows(budget: HistoSpecBudget, count: int = 1) -> list[int]:
@@ -38,19 +37,11 @@ def test_one_rejected_token_sets_the_window_back_to_2() -> None:
     assert _windows(budget) == [2]
 
 
-def test_start_step_and_cap_can_be_set() -> None:
-    budget, seen = _histospec(start=3, step=4, cap=9), []
-    for _ in range(4):
-        seen += _windows(budget)
-        budget.observe(step(seen[-1:], seen[-1:]))
-    assert seen == [3, 7, 9, 9]
-
-
 def test_each_answer_has_a_window_of_its_own_which_ends_with_it() -> None:
     budget = _histospec()
     budget.observe(step([2, 2], [2, 0]))
     assert _windows(budget, 3) == [4, 2, 2]
-    budget.finish(FinishedRequest("r0", "", _NONE, _NONE, FinishReason.FINISHED))
+    budget.finish(Answer("r0", "", _NONE, _NONE, FinishReason.FINISHED))
     assert _windows(budget, 2) == [2, 2] and set(budget.windows) == {"r1"}
 
 

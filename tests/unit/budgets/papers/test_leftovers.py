@@ -9,7 +9,7 @@ from tests.trees import batch_of, chain
 from tests.unit.budgets.papers.builders import view
 from vllm_specrollout.budgets.registry import make_budget, names
 from vllm_specrollout.config import SpecRolloutConfig
-from vllm_specrollout.types import FinishedRequest, FinishReason, RequestBatch, StepRecord, VerifyResult
+from vllm_specrollout.types import Answer, FinishReason, RequestBatch, StepRecord, VerifyResult
 
 
 @pytest.mark.parametrize("name", names())
@@ -21,7 +21,7 @@ def test_requests_whose_last_step_comes_home_after_their_end_leave_nothing(name:
         batch = RequestBatch.of([view(f"r{number}")])
         budget.limits(batch)
         if is_told:
-            budget.finish(FinishedRequest(f"r{number}", "p", nothing, nothing, FinishReason.FINISHED, 0))
+            budget.finish(Answer(f"r{number}", "p", nothing, nothing, FinishReason.FINISHED, 0))
         trees = batch_of([chain([1, 2])], [f"r{number}"])
         accepted = np.asarray([1], np.int32)
         budget.observe(StepRecord(None, trees, VerifyResult(accepted, np.asarray([0], np.int32)), None, batch))

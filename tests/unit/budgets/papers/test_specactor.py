@@ -7,9 +7,9 @@ import pytest
 
 from tests.unit.budgets.papers.builders import Line, chains_of, requests, step
 from vllm_specrollout.budgets.papers.plans import Rate, tokens_per_step
-from vllm_specrollout.budgets.papers.specactor import SpecActorBudget
+from vllm_specrollout.budgets.papers.specactor import REPLAN, SpecActorBudget
 from vllm_specrollout.config.budgets import SpecActorOptions
-from vllm_specrollout.types import FinishedRequest, FinishReason
+from vllm_specrollout.types import Answer, FinishReason
 
 _NONE = np.zeros(0, np.int32)
 
@@ -36,12 +36,11 @@ def test_windows_shrink_with_the_batch_and_with_the_cost_of_drafting() -> None:
     assert expensive.best_window(8) < free.best_window(8)
 
 
-@pytest.mark.parametrize("replan", [1000, 200])
-def test_a_plan_holds_for_so_many_tokens(replan: int) -> None:
-    budget = _specactor(replan=replan)
+def test_a_plan_holds_for_so_many_tokens() -> None:
+    budget = _specactor()
     first = int(budget.limits(requests(8)).max_nodes[0])
     budget.acceptance = Rate(10_000.0, 0.0)
-    budget.observe(step([0] * (replan - 1), [0] * (replan - 1)))
+    budget.observe(step([0] * (REPLAN - 1), [0] * (REPLAN - 1)))
     assert budget.limits(requests(8)).max_nodes[0] == first > 1
     budget.observe(step([0], [0]))
     assert budget.limits(requests(8)).max_nodes[0] == budget.window == 1
@@ -98,7 +97,7 @@ def test_what_a_request_left_ends_with_it() -> None:
         budget.observe(step([8, 8], [8, 0]))
     budget.replan(requests(2))
     assert "r1" in budget.own
-    budget.finish(FinishedRequest("r1", "", _NONE, _NONE, FinishReason.FINISHED))
+    budget.finish(Answer("r1", "", _NONE, _NONE, FinishReason.FINISHED))
     assert "r1" not in budget.own and set(budget.requests) == {"r0"}
 
 

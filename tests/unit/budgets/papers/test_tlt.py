@@ -9,6 +9,7 @@ import pytest
 
 from tests.trees import batch_of
 from tests.unit.budgets.papers.builders import Line, planned, requests, star_of_chains, step, timing
+from vllm_specrollout.budgets.papers import tlt
 from vllm_specrollout.budgets.papers.plans import Strategy
 from vllm_specrollout.budgets.papers.tlt import Draw, TltBudget, strategies_for
 from vllm_specrollout.config.budgets import TltOptions
@@ -58,9 +59,10 @@ def test_a_strategy_is_rewarded_alike_at_every_batch_of_its_bucket() -> None:
     assert rewards == pytest.approx([3.0, 3.0])
 
 
-def test_an_arm_seen_at_smaller_batches_does_not_look_better_for_it() -> None:
+def test_an_arm_seen_at_smaller_batches_does_not_look_better_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Per request and millisecond, the small batch would win; per millisecond alone, the large one."""
-    budget = _tlt(fixed=0.0, row=1.0, epsilon=0.0)
+    monkeypatch.setattr(tlt, "EPSILON", 0.0)
+    budget = _tlt(fixed=0.0, row=1.0)
     # on an engine that is bound by arithmetic, plain decoding yields as much at any batch
     small, large = timing(8, 8, 16.0, tokens=16), timing(31, 31, 62.0, tokens=64)
     assert small.tokens / 8 / small.step_ms > large.tokens / 31 / large.step_ms
@@ -135,7 +137,7 @@ def test_steps_with_prompts_or_without_drafts_reward_nobody() -> None:
 
 
 def test_under_one_seed_it_always_draws_the_same() -> None:
-    runs = [_run(b := _tlt(seed, epsilon=0.5), 200, batch=4, best=b.strategies[1][2]) for seed in (3, 3, 4)]
+    runs = [_run(b := _tlt(seed), 200, batch=4, best=b.strategies[1][2]) for seed in (3, 3, 4)]
     assert runs[0] == runs[1] != runs[2]
 
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from vllm_specrollout.bench.studies import cluster
 from vllm_specrollout.bench.studies.cluster import Site, simulate
 from vllm_specrollout.bench.studies.formulas import StepLine
-from vllm_specrollout.bench.studies.h200 import RealSteps
 
 from tests.unit.packages.studies.builders import mixed
 from vllm_specrollout.cluster.rates import coupled_rate, decoupled_rate
+from vllm_specrollout.replay.anchors import RealSteps
 
 VERIFIER = StepLine(base=5.0, request=0.05, steep=0.017, knee=256.0)
 FREE, MODEL = StepLine(base=0.0), StepLine(base=2.0)

@@ -2,10 +2,10 @@ from statistics import fmean
 
 import msgspec
 import pytest
-from vllm_specrollout.bench.studies.h200 import TRY
 from vllm_specrollout.bench.studies.what_if import (
     ARMS,
     STEPS,
+    TRY,
     TryInputs,
     WhatIfInputs,
     dealt,

@@ -1,4 +1,4 @@
-"""Steps of a 7B model on one H200, host and asking included: measured, measured but for the tail, and reckoned.
+"""Anchors: step times by name, for what has no engine to be timed. A 7B model on one H200, host and asking included.
 
 **Measured** were three figures in one run (bench/results/try.json, docs/adr/0030-a-first-gpu.md), with a design that
 has been replaced since:
@@ -13,13 +13,15 @@ mean. `TAIL_RECKONED` has in their place what was reckoned for that design (1 x 
 by the one ratio that is known: 10 ms measured for 8.4 reckoned, at 12 requests.
 
 `RECKONED` is the design that ships, which has run on no GPU: bytes read and products computed at the H200's rates, at
-1,024 tokens of context, with 0.3 ms of host a step and 6 us a request.
+1,024 tokens of context, with 0.3 ms of host a step and 6 us a request; prompts at half of the rate of its products.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace
+
+from vllm_specrollout.types import StepTiming
 
 Knots = tuple[tuple[float, float], ...]
 """(x, ms): straight lines between them, and the ends' values beyond."""
@@ -32,14 +34,27 @@ class RealSteps:
     plain: Knots
     drafted: Knots
     rows: Knots
-    # more of a step that holds a prompt
+    # more of a drafted step that holds a prompt
     prompt_ms: float
+    # of each token of a prompt that is computed; 0.0: the plain steps have it in them
+    prompt_row: float = 0.0
 
     def ms(self, batch: float, drafts: float = 0.0) -> float:
         """Of so many requests with so many drafts each."""
         if drafts <= 0.0:
             return _at(self.plain, batch)
         return _at(self.drafted, batch) + _at(self.rows, batch * (1.0 + drafts))
+
+    def step_ms(self, step: StepTiming, prompt_rows: int = 0, asked: int = 0) -> float:
+        """Of a replayed step."""
+        prompts = self.prompt_row * prompt_rows
+        if step.nodes and prompt_rows:
+            prompts += self.prompt_ms
+        return self.ms(step.batch, step.nodes / step.batch) + prompts
+
+    def ask_ms(self, asked: int) -> float:
+        """The figures have it in them."""
+        return 0.0
 
 
 def _at(knots: Knots, x: float) -> float:
@@ -65,14 +80,21 @@ RECKONED = RealSteps(
     drafted=((1, 1.28), (8, 1.35), (32, 2.02), (64, 2.63), (256, 6.5)),
     rows=((128, 3.59), (192, 4.6), (256, 6.01), (320, 7.5), (512, 11.7), (2048, 45.5)),
     prompt_ms=0.0,
+    # 14 Gflop a token at half of 989 Tflop/s
+    prompt_row=0.03,
 )
 
-TRY = {
-    "stock, s": 1.75128,
-    "stock, steps": 305.0,
-    "ours, s": 1.40456,
-    "ours, steps": 148.0,
-    "speed-up": 1.24686,
-    "tokens per request and step": 1.38437,
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """Step times that have a name."""
+
+    steps: RealSteps
+    # whose they are
+    told: str
+
+
+ANCHORS = {
+    "h200-7b": Anchor(RECKONED, "a 7B model on one H200, reckoned for the present design, which no GPU has run"),
+    "h200-7b-first": Anchor(MEASURED, "a 7B model on one H200, measured with an earlier design at 12 to 64 requests"),
 }
-"""What `specrollout try` measured (bench/results/try.json, epoch 1): 16 prompts, 8 samples, 64 at once, 384 tokens."""

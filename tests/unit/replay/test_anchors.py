@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm_specrollout.bench.studies.h200 import MEASURED, RECKONED, TAIL_RECKONED, TRY
+from vllm_specrollout.bench.studies.what_if import TRY
 
-RESULT = Path(__file__).resolve().parents[4] / "bench/results/try.json"
+from vllm_specrollout.replay.anchors import MEASURED, RECKONED, TAIL_RECKONED
+
+RESULT = Path(__file__).resolve().parents[3] / "bench/results/try.json"
 
 
 def test_the_run_is_the_recorded_one():
