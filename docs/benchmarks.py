@@ -67,7 +67,7 @@ _TITLES = {
     "driver": (
         "Driver",
         "One driver process of a group, with stand-ins for its engines: 32 requests each, reports and decisions every"
-        " 0.1 s. Ray's own work for each call comes on top.",
+        " 0.1 s. Ray's own work for each call comes on top. ![By the number of engines](driver.png)",
     ),
     "soak": (
         "Soak",
@@ -207,6 +207,23 @@ def _where(run: Mapping[str, Any]) -> str:
     return f"{head}\n\n```console\n{lines}\n```"
 
 
+def draw_driver(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """What a decision, and all that a driver does, cost by the number of engines."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    decision, share = figure.subplots(1, 2)
+    for ladder in dict.fromkeys(row["ladder"] for row in rows):
+        own = [row for row in rows if row["ladder"] == ladder]
+        engines = [row["engines"] for row in own]
+        decision.loglog(engines, [row["decision_ms"] for row in own], "o-", label=ladder)
+        share.semilogx(engines, [100 * row["share"] for row in own], "o-", label=ladder)
+    decision.set(xlabel="engines", ylabel="a decision, ms")
+    share.set(xlabel="engines", ylabel="of one core, %", ylim=(0, 100))
+    decision.legend(title="ladder", frameon=False)
+    figure.savefig(path, dpi=150)
+
+
 def main(arguments: Sequence[str]) -> None:
     """Write what was asked for."""
     if arguments:
@@ -215,6 +232,8 @@ def main(arguments: Sequence[str]) -> None:
         body = kept([one for one in reports if "bench" in one])
         body["runs"] = [run for one in reports if "bench" not in one for run in one["runs"]] + body["runs"]
         (RESULTS / f"{name}.json").write_text(as_text(body), encoding="utf-8")
+        if name == "driver":
+            draw_driver(body["runs"][0]["rows"], HERE / "driver.png")
     text = page()
     if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
         PAGE.write_text(text, encoding="utf-8")

@@ -12,7 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vllm_specrollout.bench.policy import CHECKPOINT, DRAFT, HEAD, VARIABLE, habit, inflate, random_model, tasks, tokenizer
+from vllm_specrollout.bench.policy import (
+    CHECKPOINT,
+    DRAFT,
+    HEAD,
+    VARIABLE,
+    habit,
+    inflate,
+    random_model,
+    tasks,
+    tokenizer,
+)
 
 from vllm_specrollout.errors import ConfigError
 

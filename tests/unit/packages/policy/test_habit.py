@@ -6,7 +6,6 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file
-
 from vllm_specrollout.bench.policy import CHECKPOINT, tasks
 from vllm_specrollout.bench.policy.habit import take_up_habit
 
