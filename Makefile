@@ -25,7 +25,7 @@
 
 VENV ?= .venv
 BIN := $(VENV)/bin
-POLICY := bench/policy/checkpoint
+POLICY := packages/policy/checkpoint
 # where torch's CPU builds are, for hosts whose own index lacks them; asked for torch alone, and in place of all others
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # pyenv leaves shims that do not run, so try each
@@ -43,7 +43,7 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no
 FETCH := $(INSTALL) --require-hashes --only-binary :all:
 CORE := $(wildcard csrc/*.cc csrc/core/*.cc csrc/core/*.h)
 # a new inner folder has to be mapped, and mapping happens at installation
-FOLDERS := $(wildcard kernels/*/__init__.py patches/*/__init__.py bench/*/__init__.py)
+FOLDERS := $(wildcard kernels/*/__init__.py patches/*/__init__.py bench/*/__init__.py packages/*/__init__.py)
 # as many tests at once as there are cores; files are begun in their order, the long ones first
 PYTEST := $(BIN)/python -m pytest -n auto
 EVERY_CHANGE := not identity and not nightly and not gpu and not trainers and not versions
@@ -110,7 +110,7 @@ browser:
 		|| echo "no Chromium: the tests of pages are skipped"
 
 unit: setup
-	$(PYTEST) --hypothesis-profile quick tests/unit tests/csrc --ignore tests/unit/server --ignore tests/unit/bench
+	$(PYTEST) --hypothesis-profile quick tests/unit tests/csrc --ignore tests/unit/server --ignore tests/unit/bench --ignore tests/unit/packages
 
 lint: setup
 	$(BIN)/ruff check --no-cache .

@@ -1,7 +1,7 @@
-"""What pyproject.toml cannot say: the C++ extension, and where kernels/, patches/ and bench/ go.
+"""What pyproject.toml cannot say: the C++ extension, and where kernels/, patches/, bench/ and packages/ go.
 
 A top-level `kernels` package would shadow the one on PyPI, so only its inner folders are packages, mapped into
-`vllm_specrollout.kernels`; `patches` and `bench` likewise.
+`vllm_specrollout.kernels`; `patches` and `bench` likewise. Those of `packages` are mapped beside the benchmarks'.
 """
 
 import shutil
@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 # as many compilers as there are cores
 ParallelCompile("SPECROLLOUT_BUILD_JOBS").install()
 
-MAPPED = ("kernels", "patches", "bench")
+MAPPED = {"kernels": "kernels", "patches": "patches", "bench": "bench", "packages": "bench"}
 # what needs the checkout is not in the wheel: packages, and modules of others
 NOT_SHIPPED = (
     "vllm_specrollout.bench.soak",
@@ -25,10 +25,10 @@ NOT_SHIPPED = (
 
 packages = find_packages(include=["vllm_specrollout", "vllm_specrollout.*"])
 package_dir = {"vllm_specrollout": "vllm_specrollout"}
-for top in MAPPED:
+for top, inner in MAPPED.items():
     for init in sorted(HERE.glob(f"{top}/*/__init__.py")):
         folder = init.parent.relative_to(HERE)
-        name = f"vllm_specrollout.{top}.{folder.name}"
+        name = f"vllm_specrollout.{inner}.{folder.name}"
         packages.append(name)
         package_dir[name] = folder.as_posix()
 
@@ -62,10 +62,6 @@ class BuildPy(build_py):
         found = super().find_package_modules(package, package_dir)
         return [one for one in found if self.editable_mode or f"{one[0]}.{one[1]}" not in NOT_SHIPPED]
 
-    def find_data_files(self, package: str, src_dir: str) -> list[str]:
-        # the folder of the policy is packed whole, its recipe apart
-        return [path for path in super().find_data_files(package, src_dir) if not path.endswith((".py", ".md"))]
-
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
@@ -81,7 +77,6 @@ setup(
         "vllm_specrollout": ["*.pyi"],
         "vllm_specrollout.report": ["*.html", "*.css", "*.js"],
         "vllm_specrollout.bench.index": ["*.json.gz"],
-        "vllm_specrollout.bench.policy": ["checkpoint/*", "draft/*", "head/*"],
     },
     ext_modules=[extension],
     cmdclass={"build_ext": build_ext, "build_py": BuildPy},

@@ -50,8 +50,7 @@ def seeing_model(folder: Path) -> tuple[str, int]:
         Idefics3Processor,
         LlamaConfig,
     )
-
-    from bench.policy.tokenizer import build_tokenizer
+    from vllm_specrollout.bench.policy.tokenizer import build_tokenizer
 
     path, tokenizer = folder / "seeing", build_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE, "<fake_token_around_image>", "<global-img>"]})
@@ -98,8 +97,7 @@ class Turning(Qwen2ForCausalLM, SupportsMRoPE):
 def turning_model(folder: Path) -> str:
     """A Qwen2 with M-RoPE, made once per folder, which vLLM knows from now on."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    from bench.policy.tokenizer import build_tokenizer
+    from vllm_specrollout.bench.policy.tokenizer import build_tokenizer
 
     ModelRegistry.register_model(Turning.__name__, f"{__name__}:{Turning.__name__}")
     path, tokenizer = folder / "turning", build_tokenizer()

@@ -19,7 +19,7 @@ WORK = Path.home() / ".cache" / "vllm-specrollout" / "first-hour"
 """Folder in which installations are kept."""
 VARIABLE = "SPECROLLOUT_SOURCE"
 """Holds the digest of what was installed, where an installed package cannot tell."""
-ALL = ("vllm_specrollout", "kernels", "patches", "bench", "csrc", "setup.py", "pyproject.toml")
+ALL = ("vllm_specrollout", "kernels", "patches", "bench", "packages", "csrc", "setup.py", "pyproject.toml")
 _ENDINGS = (".py", ".cc", ".h", ".toml", ".sh")
 _PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
 _OPTIONS = ["--no-index", "--no-deps", "--no-cache-dir"]

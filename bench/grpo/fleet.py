@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..policy.tasks import Problem
+from vllm_specrollout.bench.policy.tasks import Problem
+
 from ..runner.engines import WARM_UP_TOKENS, Engines, Report, sampling
 from ..runner.fields import Row
 from ..runner.rows import Run, first_difference

@@ -10,10 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..policy.grpo import AnswerGroup, GrpoTrainer
-from ..policy.inflate import inflate
-from ..policy.reward import reward
-from ..policy.tokenizer import prompt_text
+from vllm_specrollout.bench.policy.grpo import AnswerGroup, GrpoTrainer
+from vllm_specrollout.bench.policy.inflate import inflate
+from vllm_specrollout.bench.policy.reward import reward
+from vllm_specrollout.bench.policy.tokenizer import prompt_text
+
 from ..runner.engines import PROMPT_LEN, STOCK
 from ..runner.fields import Row
 from ..runner.rows import Run
@@ -27,7 +28,7 @@ class Loop:
 
     Args:
         policy: the small one that is trained.
-        size: what the engines run, by a name of bench/policy/random_model.py; None: the policy as it is.
+        size: what the engines run, by a name of packages/policy/random_model.py; None: the policy as it is.
     """
 
     def __init__(self, plan: Any, policy: Path, size: str | None, fleet: Fleet) -> None:

@@ -21,9 +21,9 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from tests.e2e.drafting_models import copied, eagle_head
+from vllm_specrollout.bench.policy.random_model import make_random_model
 
-from ..policy.random_model import make_random_model
+from tests.e2e.drafting_models import copied, eagle_head
 
 REQUESTS, USUAL, TIMES = 4, 40, 3
 """Requests that decode, steps that are timed before a load, and loads of each kind of step."""

@@ -20,7 +20,7 @@ from vllm_specrollout.types import IntArray
 Key = tuple[int, int]
 """(problem, answer of the present epoch)"""
 RECORDED = Path(__file__).with_name("recorded.json.gz")
-"""Answers of the policy in bench/policy, sampled at temperature 1 by stock vLLM: 16 per problem and epoch.
+"""Answers of the policy in packages/policy, sampled at temperature 1 by stock vLLM: 16 per problem and epoch.
 
 Epoch e's weights are epoch e - 1's plus normal noise of 1 % of each tensor's standard deviation.
 """

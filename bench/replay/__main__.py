@@ -58,7 +58,7 @@ def traces(
                     run(engine, rollout, noise)
                     set_budget(engine, "off")
         trace = at_once(read_trace(path))
-        header = msgspec.structs.replace(trace.header, model="bench/policy/checkpoint")
+        header = msgspec.structs.replace(trace.header, model="packages/policy/checkpoint")
         write_trace(path, dataclasses.replace(trace, header=header))
         print(f"{path}: {path.stat().st_size / 1024:.0f} KiB")
 

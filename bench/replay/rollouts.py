@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import structs
+from vllm_specrollout.bench.policy import CHECKPOINT
+from vllm_specrollout.bench.policy.reward import problems
+from vllm_specrollout.bench.policy.tasks import Problem
+from vllm_specrollout.bench.policy.tokenizer import prompt_text
 
 from vllm_specrollout.replay.records import Trace
 
-from ..policy import CHECKPOINT
-from ..policy.reward import problems
-from ..policy.tasks import Problem
-from ..policy.tokenizer import prompt_text
 from ..runner.engine_process import EngineProcess, EngineSpec
 from ..runner.engines import PROMPT_LEN, asking, sampling
 

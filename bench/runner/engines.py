@@ -13,9 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from ..policy.reward import problems
-from ..policy.tasks import Problem
-from ..policy.tokenizer import prompt_text
+from vllm_specrollout.bench.policy.reward import problems
+from vllm_specrollout.bench.policy.tasks import Problem
+from vllm_specrollout.bench.policy.tokenizer import prompt_text
+
 from .engine_process import EngineProcess, EngineSpec
 from .rows import Pair, Run, first_difference
 

@@ -12,10 +12,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from vllm_specrollout.bench.policy import (
+    CHECKPOINT,
+    DRAFT,
+    HEAD,
+    VARIABLE,
+    habit,
+    inflate,
+    random_model,
+    tasks,
+    tokenizer,
+)
+
 from vllm_specrollout.errors import ConfigError
 
 from ..kernels.shapes import MODELS, Model
-from ..policy import CHECKPOINT, DRAFT, HEAD, habit, inflate, random_model, tasks, tokenizer
 from .display import Display
 
 CACHE = Path.home() / ".cache" / "vllm-specrollout" / "models"
@@ -142,8 +153,8 @@ def _check_model(model: Path) -> Path:
         return model
     if model == CHECKPOINT:
         raise ConfigError(
-            "the project's policy is not there: `bench/policy/checkpoint` holds no config.json",
-            "train it (`python -m bench.policy train`), or name another model with `--model`",
+            f"the project's policy is not there: `{CHECKPOINT}` holds no config.json",
+            f"it comes with the checkout: set {VARIABLE} to its `packages/policy`, or name a model with `--model`",
         )
     raise ConfigError(f"`--model` is `{model}`, which holds no config.json", "name a model's folder")
 

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from vllm_specrollout.bench.policy import DRAFT
+from vllm_specrollout.bench.policy.reward import problems
+
 from vllm_specrollout.types import MOST_NODES
 
-from ..policy import DRAFT
-from ..policy.reward import problems
 from ..runner.engines import IN_ONE_PROCESS, PROMPT_LEN, STOCK, Engines, sampling
 from ..runner.fields import Row
 from ..runner.models import find_model, quarter_drafter

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from vllm_specrollout.bench.policy.reward import problems
+from vllm_specrollout.bench.policy.tasks import Problem
+
 from vllm_specrollout.cli import flags as cli_flags
 from vllm_specrollout.config import BUDGETS
 from vllm_specrollout.errors import ConfigError
 
-from ..policy.reward import problems
-from ..policy.tasks import Problem
 from ..runner.engines import PROMPT_LEN, STOCK, Engines, asking
 from ..runner.fields import Row
 from ..runner.models import DEPTH, find_model, shipped_drafters

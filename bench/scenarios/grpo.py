@@ -9,15 +9,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from vllm_specrollout.bench.policy.grpo import GrpoConfig
+from vllm_specrollout.bench.policy.reward import problems
+from vllm_specrollout.bench.policy.tasks import FAMILIES, Problem
+
 from vllm_specrollout.config import parse
 from vllm_specrollout.errors import ConfigError
 
 from ..grpo.fleet import Fleet, Request, Roller
 from ..grpo.loop import Loop
 from ..grpo.rows import epoch_rows, epochs_table, notes_text
-from ..policy.grpo import GrpoConfig
-from ..policy.reward import problems
-from ..policy.tasks import FAMILIES, Problem
 from ..runner.engines import OURS, PROMPT_LEN, STOCK
 from ..runner.models import check_length, find_model, shipped_drafters
 from ..runner.report import Found, Table

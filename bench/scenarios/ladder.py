@@ -12,14 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+from vllm_specrollout.bench.policy import DRAFT
+from vllm_specrollout.bench.policy.reward import Problem, problems
+
 from vllm_specrollout.cluster import SpecGroup
 from vllm_specrollout.cluster.ladder import LADDERS
 from vllm_specrollout.cluster.planner import choose_ladder
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.scheduling.lengths import Lengths
 
-from ..policy import DRAFT
-from ..policy.reward import Problem, problems
 from ..runner.engines import IN_ONE_PROCESS, PROMPT_LEN, STOCK, run_round, sampling
 from ..runner.fields import Row
 from ..runner.models import find_model, quarter_drafter

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..policy.reward import problems
+from vllm_specrollout.bench.policy.reward import problems
+
 from ..runner.engines import IN_ONE_PROCESS, PROMPT_LEN, STOCK, WARM_UP_TOKENS, Engines, asking
 from ..runner.fields import Row
 from ..runner.models import find_model, policy_with_habit, shipped_drafters

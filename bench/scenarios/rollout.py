@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from vllm_specrollout.bench.policy.reward import problems, reward
+from vllm_specrollout.bench.policy.tasks import Problem
+
 from vllm_specrollout.cli import flags as cli_flags
 from vllm_specrollout.config import BUDGETS, MAX_NODES, SpecRolloutConfig
 
-from ..policy.reward import problems, reward
-from ..policy.tasks import Problem
 from ..runner.engines import OURS, PROMPT_LEN, STOCK, WARM_UP_TOKENS, Engines, asking
 from ..runner.models import find_model
 from ..runner.report import Found, Table, paired

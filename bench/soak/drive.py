@@ -14,8 +14,8 @@ from typing import Any
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
+from vllm_specrollout.bench.policy.reward import reward
 
-from ..policy.reward import reward
 from ..runner.server import Holding, Server, disk_bytes, holdings
 from .faults import Fault, inflict
 from .load import PATIENCE_S, ClientRequest, Lost, Reply, arrivals, ask

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+from vllm_specrollout.bench.policy.reward import problems
+from vllm_specrollout.bench.policy.tasks import FAMILIES, Problem, make_problem
+from vllm_specrollout.bench.policy.tokenizer import prompt_text
 
-from ..policy.reward import problems
-from ..policy.tasks import FAMILIES, Problem, make_problem
-from ..policy.tokenizer import prompt_text
 from ..runner.server import NAME
 
 PLAIN, CHOICES, GRAMMAR = "plain", "choices", "grammar"

@@ -18,7 +18,7 @@ from vllm_specrollout.history.index_cache import weight_of
 HELD_OUT = recorded(past=2).problems[32:]
 PRESENT = 2
 LEAST = 500
-# rollouts of six epochs of GRPO on the policy in bench/policy, stock vLLM's answers: `specrollout bench grpo --trace`
+# rollouts of six epochs of GRPO on the benchmarks' policy, stock vLLM's answers: `specrollout bench grpo --trace`
 GRPO = Path(__file__).parents[1] / "traces" / "grpo"
 
 

@@ -14,10 +14,10 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm import SamplingParams
+from vllm_specrollout.bench.policy import CHECKPOINT
+from vllm_specrollout.bench.policy.reward import problems
+from vllm_specrollout.bench.policy.tokenizer import prompt_text
 
-from bench.policy import CHECKPOINT
-from bench.policy.reward import problems
-from bench.policy.tokenizer import prompt_text
 from tests.e2e.identity.engines import Engine, engine
 from vllm_specrollout.types import ROOT, TENTHS, TreeBatch, VerifyResult
 

@@ -47,7 +47,7 @@ if __name__ == "__main__":
 @pytest.mark.nightly
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
 def test_two_ranks_in_processes_of_their_own_draft_and_yield_the_tokens_of_plain_decoding(tmp_path: Path) -> None:
-    from bench.policy.random_model import make_random_model
+    from vllm_specrollout.bench.policy.random_model import make_random_model
 
     # two heads for keys and values, one for each rank
     model = str(make_random_model(tmp_path / "model", arch="llama", size="3M", dtype="float32"))

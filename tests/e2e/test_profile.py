@@ -44,7 +44,7 @@ def _run(cache: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.nightly
 def test_an_engine_starts_from_the_profile_of_its_model(tmp_path: Path) -> None:
-    from bench.policy.random_model import make_random_model
+    from vllm_specrollout.bench.policy.random_model import make_random_model
 
     model = str(make_random_model(tmp_path / "tiny", size="1M", hidden=64, num_layers=2, dtype="float32"))
     flags = ["--dtype", "float32", "--batches", "1,3", "--steps", "4", "--eager", "--json"]

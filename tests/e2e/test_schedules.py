@@ -17,8 +17,8 @@ pytest.importorskip("vllm")
 
 from safetensors.torch import load_file
 from vllm import SamplingParams
+from vllm_specrollout.bench.policy.random_model import make_random_model
 
-from bench.policy.random_model import make_random_model
 from tests.e2e.identity.engines import Engine, engine
 from vllm_specrollout import resumed
 from vllm_specrollout.types import Answer

@@ -134,7 +134,8 @@ MODELS = ("eagle", "draft_model")
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Of stock, of a host drafter and of each model that drafts."""
-    from bench.policy.random_model import make_random_model
+    from vllm_specrollout.bench.policy.random_model import make_random_model
+
     from tests.e2e.drafting_models import copied, eagle_head, perturbed
 
     folder = tmp_path_factory.mktemp("ranks")

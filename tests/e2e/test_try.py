@@ -13,8 +13,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from bench.policy import CHECKPOINT
-from bench.policy.reward import problems
+from vllm_specrollout.bench.policy import CHECKPOINT
+from vllm_specrollout.bench.policy.reward import problems
+
 from bench.scenarios.trial import ANSWERS, STEPS
 from tests.unit.report.pages import islands
 from vllm_specrollout.config import parse

@@ -15,8 +15,8 @@ import torch
 pytest.importorskip("vllm")
 
 from safetensors.torch import load_file, save_file
+from vllm_specrollout.bench.policy.random_model import make_random_model
 
-from bench.policy.random_model import make_random_model
 from tests.e2e.identity.cases import cases
 from tests.e2e.identity.check import VOCAB
 from tests.e2e.identity.compare import run

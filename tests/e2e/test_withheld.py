@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm import SamplingParams
+from vllm_specrollout.bench.policy.reward import problems
+from vllm_specrollout.bench.policy.tokenizer import prompt_text
 
-from bench.policy.reward import problems
-from bench.policy.tokenizer import prompt_text
 from tests.e2e.identity.cases import cases
 from tests.e2e.identity.check import VOCAB, check_identity
 from tests.e2e.identity.compare import run
@@ -24,7 +24,7 @@ from vllm_specrollout.worker import withheld
 from vllm_specrollout.worker.v1 import sampler
 from vllm_specrollout.worker.withheld import Withheld
 
-POLICY = Path(__file__).parents[2] / "bench" / "policy" / "checkpoint"
+POLICY = Path(__file__).parents[2] / "packages" / "policy" / "checkpoint"
 MOST_STEPS = 2000
 SAMPLED = cases(8, VOCAB, seed=6, max_tokens=12, only=("temperature 1",))
 

@@ -20,8 +20,9 @@ import pytest
 pytest.importorskip("vllm_specrollout._core")
 pytest.importorskip("zmq")
 
-from bench.policy import CHECKPOINT
-from bench.policy.reward import problems
+from vllm_specrollout.bench.policy import CHECKPOINT
+from vllm_specrollout.bench.policy.reward import problems
+
 from bench.runner.engine_process import EngineProcess, EngineSpec
 from bench.runner.rows import Run
 from vllm_specrollout.history.database import Database

@@ -12,9 +12,9 @@ from typing import Any
 
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm_specrollout.bench.policy.reward import problems
+from vllm_specrollout.bench.policy.tokenizer import prompt_text
 
-from bench.policy.reward import problems
-from bench.policy.tokenizer import prompt_text
 from vllm_specrollout import aread_drafters
 from vllm_specrollout.training import parent, spot
 

@@ -5,8 +5,8 @@ import json
 import pytest
 import typer
 from typer.testing import CliRunner
+from vllm_specrollout.bench.policy.random_model import make_random_model
 
-from bench.policy.random_model import make_random_model
 from bench.runner import engine_process
 from bench.runner.engine_process import EngineFailed, EngineProcess, EngineSpec
 from bench.scenarios.decode import bench_engine

@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 
 from tests.integration.serving import serve
 
-CHECKPOINT = Path(__file__).parents[2] / "bench" / "policy" / "checkpoint"
+CHECKPOINT = Path(__file__).parents[2] / "packages" / "policy" / "checkpoint"
 
 
 @pytest.mark.nightly

@@ -18,7 +18,7 @@ from tests.integration.serving import serve
 
 pytestmark = pytest.mark.nightly
 
-CHECKPOINT = Path(__file__).parents[2] / "bench" / "policy" / "checkpoint"
+CHECKPOINT = Path(__file__).parents[2] / "packages" / "policy" / "checkpoint"
 PROMPT = "17 + 45 - 8"
 JSON = {"Content-Type": "application/json"}
 KEY = {"Authorization": "Bearer secret", **JSON}

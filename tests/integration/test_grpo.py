@@ -5,11 +5,11 @@ import json
 import pytest
 import typer
 from typer.testing import CliRunner
+from vllm_specrollout.bench.policy.grpo import AnswerGroup, GrpoConfig, GrpoTrainer
+from vllm_specrollout.bench.policy.random_model import make_random_model
 
 from bench.grpo.fleet import Roller
 from bench.grpo.trace import read_rollouts
-from bench.policy.grpo import AnswerGroup, GrpoConfig, GrpoTrainer
-from bench.policy.random_model import make_random_model
 from bench.runner.engines import sampling
 from bench.scenarios.grpo import Grpo, bench_grpo
 from tests import warm

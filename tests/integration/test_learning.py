@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("speculators")
 
-from bench.policy import CHECKPOINT
+from vllm_specrollout.bench.policy import CHECKPOINT
 
 ROOT = Path(__file__).parents[2]
 

@@ -31,7 +31,7 @@ print("RESULT" + json.dumps({"tokens": tokens, "stats": stats, "samples": sample
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    from bench.policy.random_model import make_random_model
+    from vllm_specrollout.bench.policy.random_model import make_random_model
 
     return str(make_random_model(tmp_path_factory.mktemp("counted"), size="1M", dtype="float32"))
 

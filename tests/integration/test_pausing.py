@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from bench.policy.random_model import make_random_model
+from vllm_specrollout.bench.policy.random_model import make_random_model
+
 from tests import warm
 
 ROOT = Path(__file__).parents[2]

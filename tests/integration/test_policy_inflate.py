@@ -7,8 +7,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from bench.policy.inflate import grown, inflate, inflate_head, read_shape  # noqa: E402
-from bench.policy.random_model import Shape, make_random_model  # noqa: E402
+from vllm_specrollout.bench.policy.inflate import grown, inflate, inflate_head, read_shape  # noqa: E402
+from vllm_specrollout.bench.policy.random_model import Shape, make_random_model  # noqa: E402
+
 from vllm_specrollout.errors import ConfigError  # noqa: E402
 
 SMALL = {"size": "1M", "hidden": 64, "num_layers": 2}

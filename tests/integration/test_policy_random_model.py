@@ -7,7 +7,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from bench.policy.random_model import ARCHS, make_random_model  # noqa: E402
+from vllm_specrollout.bench.policy.random_model import ARCHS, make_random_model  # noqa: E402
+
 from vllm_specrollout.errors import ConfigError  # noqa: E402
 
 

@@ -8,10 +8,9 @@ pytest.importorskip("transformers")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from bench.policy.reward import problems
-from bench.policy.tasks import demonstrate
-from bench.policy.tokenizer import SPECIALS, WORDS, build_tokenizer, prompt_text, split_words
+from vllm_specrollout.bench.policy.reward import problems
+from vllm_specrollout.bench.policy.tasks import demonstrate
+from vllm_specrollout.bench.policy.tokenizer import SPECIALS, WORDS, build_tokenizer, prompt_text, split_words
 
 TOKENIZER = build_tokenizer()
 

@@ -9,10 +9,10 @@ import pytest
 pytest.importorskip("vllm")
 
 from transformers import AutoTokenizer
+from vllm_specrollout.bench.policy.inflate import inflate
+from vllm_specrollout.bench.policy.random_model import Shape, make_random_model
+from vllm_specrollout.bench.policy.reward import problems
 
-from bench.policy.inflate import inflate
-from bench.policy.random_model import Shape, make_random_model
-from bench.policy.reward import problems
 from tests.e2e.identity.cases import Case
 from tests.e2e.identity.check import judged
 from tests.e2e.identity.compare import run

@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    from bench.policy.random_model import make_random_model
+    from vllm_specrollout.bench.policy.random_model import make_random_model
 
     return str(make_random_model(tmp_path_factory.mktemp("served"), size="1M"))
 

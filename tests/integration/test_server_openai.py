@@ -17,7 +17,7 @@ from openai import BadRequestError, OpenAI
 
 from tests.integration.serving import serve
 
-CHECKPOINT = Path(__file__).parents[2] / "bench" / "policy" / "checkpoint"
+CHECKPOINT = Path(__file__).parents[2] / "packages" / "policy" / "checkpoint"
 PROMPT = "17 + 45 - 8 + 9 - 3 + 21"
 
 

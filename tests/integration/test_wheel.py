@@ -8,24 +8,29 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("vllm_specrollout", "kernels", "patches", "bench", "csrc")
-MAPPED = ("kernels", "patches", "bench")
+SOURCES = ("vllm_specrollout", "kernels", "patches", "bench", "packages", "csrc")
+MAPPED = {"kernels": "kernels", "patches": "patches", "bench": "bench", "packages": "bench"}
+POLICY = ROOT / "packages" / "policy"
 # for readers, and for a machine that has the checkout
 UNREAD = (".md", ".sh", ".so")
 RECIPE = ("__main__", "train")
-CHECKOUT_ONLY = ("bench/soak/", "bench/studies/", *(f"bench/policy/{name}.py" for name in RECIPE))
+WEIGHTS = ("checkpoint", "draft", "head")
+CHECKOUT_ONLY = (
+    *("bench/soak/", "bench/studies/", *(f"bench/policy/{name}.py" for name in RECIPE)),
+    *(f"bench/policy/{name}/" for name in WEIGHTS),
+)
 # the others are parts of these
 EXAMPLES = [path for path in sorted(ROOT.glob("examples/*/*.py")) if "__main__" in path.read_text(encoding="utf-8")]
 MODULES = """
 import vllm_specrollout, vllm_specrollout._core, vllm_specrollout.bench.policy as policy
-for folder in (policy.CHECKPOINT, policy.HEAD, policy.DRAFT):
-    assert (folder / "model.safetensors").is_file(), folder
+assert not policy.CHECKPOINT.exists()
 print(vllm_specrollout.__file__, vllm_specrollout._core.__file__, policy.__file__, sep="\\n")
 """
 BENCHES = """
@@ -48,13 +53,13 @@ def test_every_file_that_the_code_reads_is_packed(tmp_path: Path) -> None:
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     packed = read_by_code(tmp_path / "vllm_specrollout")
     assert read_by_code(ROOT / "vllm_specrollout") <= packed
-    for top in MAPPED:
+    for top, inner in MAPPED.items():
         for init in ROOT.glob(f"{top}/*/__init__.py"):
-            name = f"{top}/{init.parent.name}"
+            name = f"{inner}/{init.parent.name}"
             files = {f"{name}/{path}" for path in read_by_code(init.parent)}
             assert {path for path in files if not path.startswith(CHECKOUT_ONLY)} <= packed
     assert not [path for path in packed if path.startswith(CHECKOUT_ONLY)]
-    assert "bench/policy/draft/model.safetensors" in packed and "patches/supported_vllm.toml" in packed
+    assert "bench/policy/tasks.py" in packed and "patches/supported_vllm.toml" in packed
 
 
 @dataclass(frozen=True)
@@ -63,11 +68,14 @@ class Installed:
 
     folder: Path
     site: Path
+    # variables of its commands
+    more: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, *command: str | Path, status: int = 0) -> str:
         """What a command of the environment writes, begun where nothing of ours lies; errors, if it is to fail."""
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
         environment |= {"SPECROLLOUT_STRICT": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HOME": str(self.folder)}
+        environment |= self.more
         program, *arguments = map(str, command)
         done = subprocess.run(
             [str(self.folder / "bin" / program), *arguments],
@@ -103,7 +111,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 
 @pytest.mark.nightly
-def test_the_package_its_extension_and_its_models_are_those_that_were_installed(installed: Installed) -> None:
+def test_the_package_and_its_extension_are_those_that_were_installed_and_there_are_no_weights(
+    installed: Installed,
+) -> None:
     places = installed.run("python", "-c", MODULES).splitlines()
     assert len(places) == 3 and all(Path(place).is_relative_to(installed.site) for place in places)
 
@@ -118,7 +128,10 @@ def test_doctor_finds_nothing_wrong(installed: Installed) -> None:
 def test_a_short_rollout_of_the_policy_has_stocks_tokens(installed: Installed) -> None:
     report = installed.folder / "report.json"
     size = ("--prompts", "2", "--samples", "2", "--batch", "2", "--max-tokens", "24", "--rounds", "1")
-    installed.run("specrollout", "bench", "rollout", *size, "--dtype", "float32", "--out", report)
+    refused = installed.run("specrollout", "bench", "rollout", *size, status=2)
+    assert "the project's policy is not there" in refused and "SPECROLLOUT_POLICY" in refused
+    of_checkout = replace(installed, more={"SPECROLLOUT_POLICY": str(POLICY)})
+    of_checkout.run("specrollout", "bench", "rollout", *size, "--dtype", "float32", "--out", report)
     rows = json.loads(report.read_text())["rows"]
     assert rows and all(row["identical"] for row in rows)
 

@@ -21,6 +21,8 @@ TABLE = Path(__file__).with_suffix(".json")
 SLACK = 0.02
 """Share of a ceiling that a folder may stay below it; or so few statements:"""
 FEW = 5
+APART = ("bench", "packages")
+"""Beside the package: benchmarks, and what has a folder of its own beside the product."""
 EXTRAS = ("cluster", "training", "budgets/papers", "verl.py", "trl.py")
 """Of the package: what an engine drafts without. All else is core."""
 
@@ -39,16 +41,15 @@ def _is_docstring(node: ast.AST) -> bool:
 
 
 def sources() -> list[Path]:
-    return sorted(
-        path for top in ("vllm_specrollout", "kernels", "patches", "bench") for path in ROOT.glob(f"{top}/**/*.py")
-    )
+    tops = ("vllm_specrollout", "kernels", "patches", *APART)
+    return sorted(path for top in tops for path in ROOT.glob(f"{top}/**/*.py"))
 
 
 def place(path: Path) -> tuple[str, str]:
-    """(core, extras or bench, the folder in it) that a file is counted under."""
+    """(core, extras, bench or packages, the folder in it) that a file is counted under."""
     top, *inner = path.relative_to(ROOT).parts
-    if top == "bench":
-        return "bench", inner[0]
+    if top in APART:
+        return top, inner[0]
     if top != "vllm_specrollout":
         return "core", top
     within = "/".join(inner)
@@ -58,7 +59,7 @@ def place(path: Path) -> tuple[str, str]:
 
 
 def counted(paths: Iterable[Path]) -> dict[str, dict[str, int]]:
-    found: dict[str, Counter[str]] = {"core": Counter(), "extras": Counter(), "bench": Counter()}
+    found: dict[str, Counter[str]] = {part: Counter() for part in ("core", "extras", *APART)}
     for path in paths:
         part, folder = place(path)
         found[part][folder] += statements(path)

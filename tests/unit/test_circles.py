@@ -9,13 +9,17 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "vllm_specrollout"
-SOCKETS = ("bench", "kernels")
+SOCKETS = {"bench": "bench", "kernels": "kernels", "packages": "bench"}
+"""Folder -> where it is in the package."""
 
 
 def modules() -> dict[str, Path]:
-    """Dotted name -> file of all that is installed, bench and kernels included."""
+    """Dotted name -> file of all that is installed, bench, packages and kernels included."""
     found = {}
-    for folder, name in [(ROOT / PACKAGE, PACKAGE), *((ROOT / one, f"{PACKAGE}.{one}") for one in SOCKETS)]:
+    for folder, name in [
+        (ROOT / PACKAGE, PACKAGE),
+        *((ROOT / one, f"{PACKAGE}.{inner}") for one, inner in SOCKETS.items()),
+    ]:
         for path in folder.rglob("*.py"):
             parts = path.relative_to(folder).with_suffix("").parts
             if not (name == PACKAGE and parts[0] in SOCKETS):

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "vllm_specrollout"
 MAPPED = sorted(
     init.parent.relative_to(ROOT)
-    for top in ("kernels", "patches", "bench")
+    for top in ("kernels", "patches", "bench", "packages")
     for init in ROOT.glob(f"{top}/*/__init__.py")
 )
 # folders that may import vLLM; everything else may not
@@ -43,13 +43,13 @@ def imports(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("folder", MAPPED, ids=str)
 def test_every_inner_folder_is_importable_under_its_mapped_name(folder):
-    name = f"vllm_specrollout.{'.'.join(folder.parts)}"
+    name = f"vllm_specrollout.{'.'.join(folder.parts)}".replace(".packages.", ".bench.")
     spec = importlib.util.find_spec(name)
     assert spec is not None, "run `pip install --no-deps --no-build-isolation -e .` again: a new folder needs it"
     assert Path(spec.origin).resolve() == ROOT / folder / "__init__.py"
 
 
-@pytest.mark.parametrize("top", ["kernels", "patches", "bench"])
+@pytest.mark.parametrize("top", ["kernels", "patches", "bench", "packages"])
 def test_no_top_level_folder_is_a_package_that_could_shadow_another(top):
     assert not (ROOT / top / "__init__.py").exists()
 
@@ -79,7 +79,7 @@ def test_ray_is_imported_where_groups_are_placed_and_nowhere_else():
 
 
 def test_studies_need_neither_an_engine_nor_torch():
-    used = set().union(*(imports(path) for path in (ROOT / "bench" / "studies").glob("*.py")))
+    used = set().union(*(imports(path) for path in (ROOT / "packages" / "studies").glob("*.py")))
     assert "vllm_specrollout" in used and not used & {"vllm", "torch", "triton"}
 
 

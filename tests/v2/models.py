@@ -7,7 +7,7 @@ from pathlib import Path
 
 def small_model(folder: Path, arch: str, dtype: str) -> str:
     """Two layers of a random model, made once per folder."""
-    from bench.policy.random_model import make_random_model
+    from vllm_specrollout.bench.policy.random_model import make_random_model
 
     path = folder / f"{arch}-{dtype}"
     if not path.exists():
@@ -19,8 +19,7 @@ def small_experts(folder: Path) -> str:
     """Two layers of a random mixture of experts, whose router's choices depend on the token, made once per folder."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    from bench.policy.tokenizer import build_tokenizer
+    from vllm_specrollout.bench.policy.tokenizer import build_tokenizer
 
     path = folder / "qwen3-moe"
     if path.exists():

@@ -212,7 +212,7 @@ def test_nothing_is_taken_of_what_a_model_drafts_behind_its_context(models: Path
 
 def test_a_model_of_another_shape_drafts_beside_a_drafter_and_the_tokens_are_stocks(models: Path) -> None:
     """Its keys and values are wider than the target's: vLLM keeps both in one group of the KV cache."""
-    from bench.policy.random_model import make_random_model
+    from vllm_specrollout.bench.policy.random_model import make_random_model
 
     target = model(models, "llama", "float32")
     make_random_model(models / "wider", arch="llama", size="3M", num_layers=1, dtype="float32", seed=8)
@@ -228,7 +228,7 @@ def test_a_model_of_another_shape_drafts_beside_a_drafter_and_the_tokens_are_sto
 
 def deeper(models: Path) -> str:
     """A target with as many layers as an EAGLE-3 head takes."""
-    from bench.policy.random_model import make_random_model
+    from vllm_specrollout.bench.policy.random_model import make_random_model
 
     path = models / "deeper"
     if not path.exists():

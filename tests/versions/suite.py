@@ -90,7 +90,8 @@ def compare_all(runner: str) -> Result:
 
 def compare_models(runner: str) -> Result:
     """Each kind of model that drafts, over a target in float32 that has the layers an EAGLE-3 head takes."""
-    from bench.policy.random_model import make_random_model
+    from vllm_specrollout.bench.policy.random_model import make_random_model
+
     from tests.e2e.drafting_models import drafting_with
     from tests.e2e.identity.cases import cases
     from tests.e2e.identity.check import TOTAL, VOCAB, check_identity

@@ -39,7 +39,7 @@ class Engine:
 
 def model(folder: Path, arch: str, dtype: str, size: str = "1M") -> str:
     """A random model of this architecture, made once per folder."""
-    from bench.policy.random_model import make_random_model
+    from vllm_specrollout.bench.policy.random_model import make_random_model
 
     path = folder / f"{arch}-{dtype}-{size}"
     if not path.exists():

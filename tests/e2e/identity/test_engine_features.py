@@ -259,8 +259,7 @@ def _gemma3(folder: Path) -> str:
     """A random Gemma 3 with sliding and full attention layers in turn, hence two KV cache groups."""
     import torch
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    from bench.policy.tokenizer import build_tokenizer
+    from vllm_specrollout.bench.policy.tokenizer import build_tokenizer
 
     tokenizer = build_tokenizer()
     config = Gemma3TextConfig(

@@ -13,10 +13,10 @@ pytest.importorskip("vllm")
 pytest.importorskip("speculators")
 
 from vllm import SamplingParams
+from vllm_specrollout.bench.policy import CHECKPOINT
+from vllm_specrollout.bench.policy.reward import problems
+from vllm_specrollout.bench.policy.tokenizer import prompt_text
 
-from bench.policy import CHECKPOINT
-from bench.policy.reward import problems
-from bench.policy.tokenizer import prompt_text
 from tests.e2e.identity.engines import Engine, engine
 from vllm_specrollout.server import learning as loop
 from vllm_specrollout.server.asking import ask, check_has_model

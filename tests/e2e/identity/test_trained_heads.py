@@ -11,10 +11,10 @@ pytest.importorskip("vllm")
 pytest.importorskip("speculators")
 
 from vllm import SamplingParams
+from vllm_specrollout.bench.policy import CHECKPOINT
+from vllm_specrollout.bench.policy.reward import problems
+from vllm_specrollout.bench.policy.tokenizer import prompt_text
 
-from bench.policy import CHECKPOINT
-from bench.policy.reward import problems
-from bench.policy.tokenizer import prompt_text
 from tests.e2e.identity.cases import cases
 from tests.e2e.identity.check import check_identity
 from tests.e2e.identity.engines import engine

@@ -77,7 +77,7 @@ def test_a_page_is_no_larger_than_it_may_be(tmp_path, monkeypatch):
 
 def test_tokens_have_their_text_where_the_models_folder_is_named(tmp_path):
     page = tmp_path / "x.html"
-    run(TRACE, "--out", page, "--tokenizer", ROOT / "bench" / "policy" / "checkpoint")
+    run(TRACE, "--out", page, "--tokenizer", ROOT / "packages" / "policy" / "checkpoint")
     data = islands(page.read_text())
     tokens = {token for name, block in data.items() if name.startswith("trees") for token in block["answers"]}
     assert data["words"]["263"] == " +" and tokens <= {int(token) for token in data["words"]}

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
+from vllm_specrollout.bench.policy import CHECKPOINT
 
-from bench.policy import CHECKPOINT
 from bench.runner.models import shipped_drafters
 from bench.scenarios.drafters import COMB, GREEDY, UNION, Drafters, _met
 from vllm_specrollout.config import parse

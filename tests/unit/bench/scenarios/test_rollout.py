@@ -1,6 +1,7 @@
 """What a rollout asks, and how our engine is configured."""
 
-from bench.policy.reward import problems
+from vllm_specrollout.bench.policy.reward import problems
+
 from bench.scenarios.rollout import Rollout
 from vllm_specrollout.config import parse
 

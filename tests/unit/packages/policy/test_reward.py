@@ -5,10 +5,10 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm_specrollout.bench.policy.reward import problems, reward, split_of
+from vllm_specrollout.bench.policy.tasks import FAMILIES, demonstrate
+from vllm_specrollout.bench.policy.tokenizer import split_words
 
-from bench.policy.reward import problems, reward, split_of
-from bench.policy.tasks import FAMILIES, demonstrate
-from bench.policy.tokenizer import split_words
 from vllm_specrollout.errors import ConfigError
 
 PROBLEM = problems(1, seed=0)[0]

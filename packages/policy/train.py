@@ -102,7 +102,7 @@ def train(config: TrainConfig, out: Path, on_step: OnStep) -> dict[str, Any]:
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
     return {
-        "command": f"python -m bench.policy train --seed {config.seed} --steps {config.steps} --out DIR",
+        "command": f"python -m {__package__} train --seed {config.seed} --steps {config.steps} --out DIR",
         "config": asdict(config),
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "torch": torch.__version__,

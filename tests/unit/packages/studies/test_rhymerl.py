@@ -3,8 +3,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from bench.studies.rhymerl import TABLE_2, RhymeRLInputs, epochs, growth, ranked, ranks, run
+from vllm_specrollout.bench.studies.rhymerl import TABLE_2, RhymeRLInputs, epochs, growth, ranked, ranks, run
 
 INPUTS = RhymeRLInputs()
 SMALL = msgspec.structs.replace(INPUTS, problems=512, samples=8)

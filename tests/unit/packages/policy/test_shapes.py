@@ -1,9 +1,9 @@
 """Shapes and the training schedule are plain arithmetic, checked without torch."""
 
 import pytest
+from vllm_specrollout.bench.policy.random_model import SHAPES, shape_of_size
+from vllm_specrollout.bench.policy.train import TrainConfig, max_terms_at, rate_at
 
-from bench.policy.random_model import SHAPES, shape_of_size
-from bench.policy.train import TrainConfig, max_terms_at, rate_at
 from vllm_specrollout.errors import ConfigError
 
 

@@ -6,10 +6,9 @@ import statistics
 
 from hypothesis import given
 from hypothesis import strategies as st
-
-from bench.policy.reward import problems
-from bench.policy.tasks import FAMILIES, STYLES, demonstrate, make_problem, render
-from bench.policy.tokenizer import LARGEST_NUMBER, NUMBERS, WORDS, split_words
+from vllm_specrollout.bench.policy.reward import problems
+from vllm_specrollout.bench.policy.tasks import FAMILIES, STYLES, demonstrate, make_problem, render
+from vllm_specrollout.bench.policy.tokenizer import LARGEST_NUMBER, NUMBERS, WORDS, split_words
 
 SEEDS = st.integers(0, 10_000)
 

@@ -9,14 +9,15 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from bench.policy.grpo import (  # noqa: E402
+from vllm_specrollout.bench.policy.grpo import (  # noqa: E402
     AnswerGroup,
     GrpoConfig,
     GrpoTrainer,
     clipped_terms,
     group_advantages,
 )
-from bench.policy.random_model import make_random_model  # noqa: E402
+from vllm_specrollout.bench.policy.random_model import make_random_model  # noqa: E402
+
 from vllm_specrollout.errors import ConfigError  # noqa: E402
 
 PROMPT = (3, 87, 261)
@@ -94,7 +95,7 @@ def test_at_ratio_one_the_gradient_is_the_plain_policy_gradient(folder, monkeypa
 
 def test_the_gradient_does_not_depend_on_how_rows_share_forward_passes(folder, monkeypatch):
     whole = gradients(trainer(folder), [MIXED], monkeypatch)
-    monkeypatch.setattr("bench.policy.grpo._MICRO_TOKENS", 1)
+    monkeypatch.setattr("vllm_specrollout.bench.policy.grpo._MICRO_TOKENS", 1)
     apart = gradients(trainer(folder), [MIXED], monkeypatch)
     for name, gradient in whole.items():
         torch.testing.assert_close(apart[name], gradient, rtol=1e-4, atol=1e-6, msg=name)

@@ -3,8 +3,8 @@
 import sys
 
 import pytest
+from vllm_specrollout.bench.policy.__main__ import app
 
-from bench.policy.__main__ import app
 from bench.runner.display import main
 
 

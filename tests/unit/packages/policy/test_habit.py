@@ -6,9 +6,8 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file
-
-from bench.policy import CHECKPOINT, tasks
-from bench.policy.habit import take_up_habit
+from vllm_specrollout.bench.policy import CHECKPOINT, tasks
+from vllm_specrollout.bench.policy.habit import take_up_habit
 
 
 def test_a_habit_changes_the_weights_and_leaves_the_tasks_as_they_were(tmp_path):

@@ -9,7 +9,7 @@ from vllm_specrollout.bench.studies.formulas import (
     best_window,
 )
 
-from tests.unit.bench.studies.builders import DRAFTER, VERIFIER
+from tests.unit.packages.studies.builders import DRAFTER, VERIFIER
 from vllm_specrollout.cluster.rates import coupled_rate, decoupled_rate, plain_rate
 from vllm_specrollout.errors import ConfigError
 

@@ -10,7 +10,7 @@ from vllm_specrollout.bench.studies import cluster
 from vllm_specrollout.bench.studies.cluster import Site, simulate
 from vllm_specrollout.bench.studies.formulas import StepLine
 
-from tests.unit.bench.studies.builders import mixed
+from tests.unit.packages.studies.builders import mixed
 from vllm_specrollout.cluster.rates import coupled_rate, decoupled_rate
 from vllm_specrollout.replay.anchors import RealSteps
 

@@ -1,4 +1,4 @@
-"""Command line: `python -m bench.policy train | inflate | random`."""
+"""Command line: `python -m vllm_specrollout.bench.policy train | inflate | random`."""
 
 import json
 from pathlib import Path
@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import Progress, TextColumn
+from vllm_specrollout.bench.runner.display import Display, main
 
-from ..runner.display import Display, main
 from . import CHECKPOINT
 from .inflate import inflate as inflate_policy
 from .inflate import inflate_head
