@@ -117,15 +117,17 @@ def test_nothing_to_judge_by_and_no_answer_are_refused(target, tmp_path) -> None
 @pytest.mark.parametrize(
     ("given", "cause"),
     [
-        (("eagle", 2, 100, {}), "an `eagle` head has its target's output head"),
-        (("medusa", 2, 0, {}), "`method` names 'medusa'"),
-        (("eagle3", 1, 0, {}), "`num_levels` is 1"),
-        (("eagle3", 2, 0, {"loss": "mse"}), "`loss` names 'mse'"),
+        (("eagle", 2, 100, 1024, {}), "an `eagle` head has its target's output head"),
+        (("medusa", 2, 0, 1024, {}), "`method` names 'medusa'"),
+        (("eagle3", 1, 0, 1024, {}), "`num_levels` is 1"),
+        (("eagle3", 2, 0, 511, {}), "`judge_rows` is 511"),
+        (("eagle3", 2, 0, 1024, {"loss": "mse"}), "`loss` names 'mse'"),
     ],
 )
 def test_what_a_trainer_cannot_have_is_refused_before_anything_begins(given: Any, cause: str) -> None:
+    *checked, learner = given
     with pytest.raises(ConfigError, match=cause):
-        _check_learner(*given)
+        _check_learner(*checked, {"batch_rows": 512} | learner)
 
 
 def test_a_small_vocabulary_has_the_tokens_that_were_sampled_most_often() -> None:
