@@ -15,8 +15,8 @@ pytest.importorskip("vllm")
 
 import torch
 from vllm import SamplingParams
+from vllm_specrollout.bench.policy import CHECKPOINT
 
-import bench
 from tests.e2e.identity.engines import Engine, engine
 from vllm_specrollout.config.marking import KEY
 from vllm_specrollout.errors import ConfigError, UnsupportedError
@@ -26,7 +26,7 @@ from vllm_specrollout.server.reports import read_history
 from vllm_specrollout.training.answers import AnswerRing
 from vllm_specrollout.training.rows import Rows, RowSource
 
-POLICY = Path(bench.__path__[0]) / "policy"
+POLICY = CHECKPOINT.parent
 HEAD = {"method": "eagle3", "model": str(POLICY / "head"), "num_speculative_tokens": 4}
 LAYERS = (1, 2, 3)
 PROMPTS = ["12+34=", "7*8+5=", "99-45=", "3+4*5=", "(8-2)*7=", "81-9*9="]

@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm import SamplingParams
+from vllm_specrollout.bench.policy import CHECKPOINT
 from vllm_specrollout.kernels.draft_choice.naive import MODELLED
 
-import bench
 import vllm_specrollout
 from tests.e2e.drafting_models import copied, drafting_with, perturbed, with_own_layers
 from tests.e2e.identity.cases import Case, cases
@@ -25,7 +25,7 @@ from tests.v2.test_identity import ENGINE, FEATURES
 from vllm_specrollout.config import envs
 from vllm_specrollout.worker.v2 import model as drafting
 
-POLICY = Path(bench.__path__[0]) / "policy"
+POLICY = CHECKPOINT.parent
 SAMPLED = ("temperature 1", "greedy", "top_p")
 FIXED = {"drafters": [], "budget": "fixed", "max_draft_tokens": 6, "max_depth": 3}
 
