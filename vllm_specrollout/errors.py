@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import reprlib
 from typing import Any
 
+logger = logging.getLogger("vllm.specrollout")
+"""Of the whole package: vLLM's own handlers and levels hold for it."""
 MAX_SHOWN = 80
 """Characters of a wrong value that its error repeats, at most."""
 MAX_PATH_SHOWN = 300

@@ -6,15 +6,13 @@ Light imports only: vLLM itself is not imported here, and nothing fails where vL
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 
 from vllm_specrollout import patches
 from vllm_specrollout.config import envs
+from vllm_specrollout.errors import logger
 from vllm_specrollout.patches import supported
 from vllm_specrollout.worker.ending import end_with
-
-logger = logging.getLogger("vllm.specrollout")
 
 _has_warned = False
 

@@ -44,11 +44,9 @@ class Budget(Protocol):
 
         Asked once per engine step, before its requests are looked at, which costs time at large batches.
         """
-        ...
 
     def limits(self, batch: RequestBatch) -> DraftLimits:
         """How much drafters are asked for."""
-        ...
 
     def choose(
         self, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, draft_ms: float
@@ -60,7 +58,6 @@ class Budget(Protocol):
             limits: what `limits` answered for this batch.
             draft_ms: milliseconds that asking drafters takes in such steps.
         """
-        ...
 
     def preview(
         self, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, draft_ms: float
@@ -70,23 +67,18 @@ class Budget(Protocol):
         Args:
             proposals, limits, batch, draft_ms: as in `choose`; a question only, nothing is planned.
         """
-        ...
 
     def observe(self, record: StepRecord) -> None:
         """A step is over."""
-        ...
 
     def finish(self, ending: Answer) -> None:
         """A request is over."""
-        ...
 
     def renewed(self, first_source: int, num_sources: int) -> None:
         """A drafter has other weights from now on: what was learned of its sources holds, but for little."""
-        ...
 
     def seed(self, timings: Sequence[StepTiming]) -> None:
         """Start from steps that were measured earlier on such an engine."""
-        ...
 
 
 class BaseBudget:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from vllm_specrollout.budgets.papers.fastgrpo import FastGrpoBudget
 from vllm_specrollout.budgets.step_cost import COLUMNS, StepCost, Timing
 from vllm_specrollout.config import envs
 from vllm_specrollout.drafters.base import BaseDrafter
-from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.errors import ConfigError, logger
 from vllm_specrollout.trees.batch import batch_of, merge_select
 from vllm_specrollout.types import (
     ROOT,
@@ -36,8 +35,6 @@ from vllm_specrollout.types import (
     StepTiming,
     TreeBatch,
 )
-
-logger = logging.getLogger("vllm.specrollout")
 
 SIZES = (0, 1, 2, 4, 8, 16)
 """Draft tokens per request; a chain of each size, and of the larger ones also a tree of `WIDTH` paths."""
@@ -149,8 +146,7 @@ def save(profile: Profile) -> Path:
         OSError: the disk refuses.
     """
     bare = [replace(timing, step_ms=timing.step_ms - timing.ask_ms, ask_ms=0.0) for timing in profile.timings]
-    body = _Body(_FORMAT, profile.key, profile.name, COLUMNS, [Timing.of(timing) for timing in bare])
-    write(profile.key.path, body)
+    write(profile.key.path, _Body(_FORMAT, profile.key, profile.name, COLUMNS, [Timing.of(timing) for timing in bare]))
     return profile.key.path
 
 
@@ -186,11 +182,9 @@ def drafts(sizes: Sequence[int] = SIZES) -> tuple[Draft, ...]:
 def random_tree(draft: Draft, vocab_size: int, rng: np.random.Generator, source: int = 0) -> DraftTree:
     """`width` paths of equal length side by side, of random tokens; siblings differ."""
     nodes = np.arange(draft.nodes, dtype=np.int32)
-    tokens = (int(rng.integers(vocab_size)) + nodes) % vocab_size
-    parents = np.where(nodes < draft.width, ROOT, nodes - draft.width)
     return DraftTree(
-        tokens.astype(np.int32),
-        parents.astype(np.int32),
+        ((int(rng.integers(vocab_size)) + nodes) % vocab_size).astype(np.int32),
+        np.where(nodes < draft.width, ROOT, nodes - draft.width).astype(np.int32),
         np.full(draft.nodes, np.log(0.5), dtype=np.float32),
         np.full(draft.nodes, source, dtype=np.int32),
     )

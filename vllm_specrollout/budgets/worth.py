@@ -92,8 +92,7 @@ class Worth:
         others = np.full(len(wanted), 0xFFFFFFFF, np.uint32) if limits.drafters is None else limits.drafters
         # a try is to show what all levels bring, whatever they are worth for one request
         token_ms = 0.0 if name in self.asked and self.asked[name][3] is not None else limits.token_ms
-        drafters = np.where(wanted, others, others & ~np.uint32(1 << source))
-        return replace(limits, drafters=drafters, token_ms=token_ms)
+        return replace(limits, drafters=np.where(wanted, others, others & ~np.uint32(1 << source)), token_ms=token_ms)
 
     def wanted(self, name: str, price: Price, without: StepPlan, step: int, may: BoolArray) -> BoolArray:
         """[R] the requests that it is asked for, out of those that `may` [R] have drafts of it."""

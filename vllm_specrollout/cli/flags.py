@@ -33,8 +33,7 @@ def probabilities(text: str, flag: str) -> tuple[float, ...]:
     Raises:
         ConfigError: not a list of numbers from 0 to 1 with a sum of at most 1.
     """
-    example = f"give one probability per rank, for example `{flag} 0.6,0.2`"
-    values = _numbers(text, flag, float, 0, 1, example)
+    values = _numbers(text, flag, float, 0, 1, f"give one probability per rank, for example `{flag} 0.6,0.2`")
     if sum(values) > 1.0 + 1e-9:
         raise ConfigError(f"`{flag}` sums to {sum(values):g}, above 1", "the ranks exclude each other: lower them")
     return tuple(values)

@@ -64,13 +64,12 @@ def _print(body: dict[str, Any]) -> None:
     rows = ((row["rows"], row["steps"], f"{row['ms']:.2f}", f"{row['fitted_ms']:.2f}") for row in body["by_rows"])
     console = flags.print_table(("rows", "steps", "ms", "fitted ms"), rows)
     terms = ", ".join(f"{name.replace('_', ' ')} {ms:.3f}" for name, ms in body["line"].items())
-    lines = [
+    for line in [
         f"terms, ms: {terms}",
         f"median error: {100.0 * body['error']:.1f} %",
         _knee(body),
         f"kept: {body['file']}",
-    ]
-    for line in lines:
+    ]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

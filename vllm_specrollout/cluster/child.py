@@ -7,7 +7,6 @@ beginning and its end.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import secrets
 import subprocess
@@ -25,9 +24,7 @@ from vllm_specrollout.cluster.mail import MailClient
 from vllm_specrollout.cluster.messages import VERSION, Hello, Rest
 from vllm_specrollout.config import envs
 from vllm_specrollout.config.devices import Devices, together
-from vllm_specrollout.errors import SpecRolloutError
-
-logger = logging.getLogger("vllm.specrollout")
+from vllm_specrollout.errors import SpecRolloutError, logger
 
 MOST_RESTARTS = 3
 """Times that a process which ends is begun anew, each after twice the patience of the last one."""

@@ -9,7 +9,6 @@ nothing that was said is ever looked for: an engine runs what it was given until
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -18,10 +17,8 @@ from typing import Any, Protocol
 from vllm_specrollout.cluster.batch import BeginError, GroupAnswer, GroupError, Open
 from vllm_specrollout.cluster.ladder import Copy, GroupEngine, GroupPrices, Run, decide
 from vllm_specrollout.cluster.reports import Given, Part, Report, Wanted
-from vllm_specrollout.errors import SpecRolloutError
+from vllm_specrollout.errors import SpecRolloutError, logger
 from vllm_specrollout.scheduling.lengths import MOST_PROBLEMS, Lengths
-
-logger = logging.getLogger("vllm.specrollout")
 
 BEAT_S = 0.1
 """Seconds between two decisions, and at least between two reports of an engine; what goes on is told more seldom."""

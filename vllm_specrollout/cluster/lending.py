@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import threading
 import time
 from collections import deque
@@ -19,8 +18,7 @@ from typing import Any
 
 from vllm_specrollout.cluster.ladder import Attach, Copy, GroupEngine, lend
 from vllm_specrollout.config.checks import check_range
-
-logger = logging.getLogger("vllm.specrollout")
+from vllm_specrollout.errors import logger
 
 BEAT_S = 0.5
 """Seconds between two looks at the engines."""

@@ -7,7 +7,6 @@ whatever the drafter does can at worst cost its drafts.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -34,9 +33,8 @@ from vllm_specrollout.cluster.messages import (
     VerifierUpdate,
     Work,
 )
+from vllm_specrollout.errors import logger
 from vllm_specrollout.types import DraftLimits, IntArray, RequestBatch, RequestView, TreeBatch
-
-logger = logging.getLogger("vllm.specrollout")
 
 HANG_S = 30.0
 """Seconds without an answer after which a drafter counts as hanging. A process of the engine's own is begun anew."""

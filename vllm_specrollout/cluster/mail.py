@@ -11,7 +11,6 @@ once, and the context first: then the process waits for ever. So this module hol
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 import re
@@ -31,9 +30,7 @@ from zmq.utils import z85
 from vllm_specrollout.cluster.messages import MOST_BYTES, MessageError, decode, encode
 from vllm_specrollout.config.checks import check_address
 from vllm_specrollout.config.keys import key_of
-from vllm_specrollout.errors import ConfigError, SpecRolloutError
-
-logger = logging.getLogger("vllm.specrollout")
+from vllm_specrollout.errors import ConfigError, SpecRolloutError, logger
 
 HIGH_WATER = 256
 """Messages that each end queues each way; one a step."""

@@ -7,7 +7,6 @@ Source: SpecActor, section 4.1 (offline profiles of D, V and acceptance); here n
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -21,11 +20,9 @@ from vllm_specrollout.budgets.step_cost import StepCost
 from vllm_specrollout.cluster.link import Link
 from vllm_specrollout.cluster.messages import Work
 from vllm_specrollout.cluster.rates import AffineTime
-from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.errors import ConfigError, logger
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.types import StepRecord, StepTiming
-
-logger = logging.getLogger("vllm.specrollout")
 
 LEAST = 256
 """Positions before a profile is kept; then whenever there are twice as many."""

@@ -49,7 +49,6 @@ class Time(Protocol):
 
     def ms(self, batch: float, drafts: float = 0.0) -> float:
         """Milliseconds of a step with so many requests and so many drafts each."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,6 @@ class DraftEngine(Protocol):
 
     def step(self) -> list[Grown]:
         """One pass of all its requests."""
-        ...
 
     def sleep(self) -> None:
         """Give memory back; it has no requests."""

@@ -7,16 +7,13 @@ of it is repeated for an engine that is begun anew: such a one loads the path th
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from vllm_specrollout.cluster.batch import GroupError
 from vllm_specrollout.cluster.driver import Driver, EngineLost, Lines
 from vllm_specrollout.cluster.ladder import GroupEngine
-from vllm_specrollout.errors import ConfigError, SpecRolloutError
-
-logger = logging.getLogger("vllm.specrollout")
+from vllm_specrollout.errors import ConfigError, SpecRolloutError, logger
 
 _START, _UPDATE, _FINISH = "start_weight_update", "update_weights", "finish_weight_update"
 

@@ -35,8 +35,7 @@ class Devices:
             # Ray would set the variable by the GPUs that it counts for the actor
             return {"CUDA_VISIBLE_DEVICES": self._visible(), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         parts = [",".join(map(str, part.numbers)) for part in shares(self.numbers, ranks)]
-        threads = str(-(-len(self.numbers) // ranks))
-        return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(parts), "OMP_NUM_THREADS": threads}
+        return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(parts), "OMP_NUM_THREADS": str(-(-len(self.numbers) // ranks))}
 
     def _visible(self) -> str:
         """As the driver of the GPUs counts them: this process may see some of the host's alone."""

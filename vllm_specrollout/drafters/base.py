@@ -49,7 +49,6 @@ class Drafter(Protocol):
 
     def admit(self, view: RequestView) -> None:
         """A request can be drafted for from now on. Called once per request, whatever the budget does."""
-        ...
 
     def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
         """Trees over the batch's requests, in order.
@@ -57,24 +56,19 @@ class Drafter(Protocol):
         A tree has at most `limits.max_nodes` nodes and `limits.max_depth` levels, is a chain where the limits say so,
         and has parents before their children. The columns are numpy arrays, or arrays on a device with `cpu()`.
         """
-        ...
 
     def observe(self, trees: TreeBatch, result: VerifyResult) -> None:
         """What became of a step's trees, whichever drafter made them."""
-        ...
 
     def finish(self, ending: Answer) -> None:
         """The request is over (finished, cut off, aborted, perhaps without a token); also called for requests it was
         never asked about."""
-        ...
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept for the request: it is over, or preempted and comes back; unknown ids are ignored."""
-        ...
 
     def close(self) -> None:
         """It is asked no more: write what is left to write, and let go of what others may use. May come twice."""
-        ...
 
 
 class BaseDrafter:

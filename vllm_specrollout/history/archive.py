@@ -14,7 +14,6 @@ in another vocabulary than the asker's stay where they are.
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import time
@@ -31,13 +30,11 @@ from vllm_specrollout.cluster.mail import MailServer
 from vllm_specrollout.cluster.messages import MOST_BYTES, MessageError
 from vllm_specrollout.config import envs
 from vllm_specrollout.config.places import make_folder
-from vllm_specrollout.errors import SpecRolloutError
+from vllm_specrollout.errors import SpecRolloutError, logger
 from vllm_specrollout.history.database import ERRORS, Database, Reward, Row
 from vllm_specrollout.history.epochs import oldest_of
 from vllm_specrollout.history.folder import Lock
 from vllm_specrollout.history.mirrors import ARCHIVE, MIRROR, MOST_EPOCHS, Kind, Mirrors
-
-logger = logging.getLogger("vllm.specrollout")
 
 MOST_ROWS, MOST_ROW_BYTES, MOST_REWARDS = 256, MOST_BYTES // 4, 4096
 """In a message, but for one row that is longer by itself; what fits no message at all stays at home."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import logging
 import socket
 import threading
 import time
@@ -25,6 +24,7 @@ from typing import Any
 from vllm_specrollout.cluster.mail import MailClient
 from vllm_specrollout.cluster.messages import MOST_BYTES, encode
 from vllm_specrollout.config.drafters import HistoryConfig
+from vllm_specrollout.errors import logger
 from vllm_specrollout.history.archive import (
     MOST_FILES,
     MOST_REWARDS,
@@ -53,8 +53,6 @@ from vllm_specrollout.history.epochs import MAX_EPOCH
 from vllm_specrollout.history.folder import OWN, Lock, names_of
 from vllm_specrollout.history.mirrors import kind_of
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
-
-logger = logging.getLogger("vllm.specrollout")
 
 PAUSE_S = 1.0
 """Between two looks at the folder and the archive."""
@@ -404,5 +402,4 @@ class Fetched:
 
 def _number(name: str, number: int) -> int:
     """Of a row that has this number in a file elsewhere: two nodes give out the same ones."""
-    drawn = hashlib.blake2b(f"{name} {number}".encode(), digest_size=8).digest()
-    return int.from_bytes(drawn, "big") >> 2
+    return int.from_bytes(hashlib.blake2b(f"{name} {number}".encode(), digest_size=8).digest(), "big") >> 2

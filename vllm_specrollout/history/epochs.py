@@ -36,8 +36,7 @@ class EpochError(ConfigError):
 def oldest_of(present: int, epochs: int, held: Iterable[int]) -> int:
     """The oldest epoch that drafts: so many before the present one, and of those that hold answers as many. One without
     answers ages nothing, however far ahead a call has named it."""
-    before = sorted({epoch for epoch in held if epoch < present}, reverse=True)
-    return min([present - epochs, *before[:epochs]])
+    return min([present - epochs, *sorted({epoch for epoch in held if epoch < present}, reverse=True)[:epochs]])
 
 
 def lowest_of(present: int, held: Iterable[int]) -> int:

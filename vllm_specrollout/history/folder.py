@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import logging
 import os
 import re
 import secrets
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from vllm_specrollout.config.places import FILE_MODE, make_folder, opener
+from vllm_specrollout.errors import logger
 from vllm_specrollout.history.database import (
     ERRORS,
     SUFFIX,
@@ -35,7 +35,6 @@ from vllm_specrollout.history.database import (
 )
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
 
-logger = logging.getLogger("vllm.specrollout")
 T = TypeVar("T")
 
 OWN = re.compile(r"answers-[0-9]{4,5}")

@@ -6,7 +6,6 @@ An index is private to the thread that builds it until it is published. From the
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import OrderedDict
@@ -16,12 +15,11 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 from vllm_specrollout.config.drafters import HistoryConfig
+from vllm_specrollout.errors import logger
 from vllm_specrollout.history.background import Background
 from vllm_specrollout.history.database import Located
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.types import IntArray
-
-logger = logging.getLogger("vllm.specrollout")
 
 # room made for an answer before it is added: at least this, and more once indices have taken more, in bytes per token
 _LEAST_GUESS = 256.0
@@ -302,8 +300,7 @@ class IndexCache(Generic[IndexType]):
         if not is_short:
             # what ended meanwhile; what ends from here on is in the index of the next epoch
             known = set(located)
-            later = [found for found in self._store.find(key) if found not in known]
-            self._fill(key, entry, built, later)
+            self._fill(key, entry, built, [found for found in self._store.find(key) if found not in known])
         num_tokens = sum(found.num_tokens for found in located)
         with self._lock:
             if num_tokens >= _LEAST_GUESS:
@@ -331,8 +328,7 @@ class IndexCache(Generic[IndexType]):
             # once it is published it is weighed anew, if an epoch has begun meanwhile
             weight = self._weight(answer.epoch, answer.reward)
             index.set_prompt(answer.prompt_ids)
-            number = index.add(answer.token_ids, weight, answer.epoch)
-            documents[name] = Document(number, answer.epoch, answer.reward)
+            documents[name] = Document(index.add(answer.token_ids, weight, answer.epoch), answer.epoch, answer.reward)
         with self._lock:
             return self._hold(key, entry, index.nbytes)
 
@@ -373,6 +369,5 @@ def weight_of(config: HistoryConfig, age: int, reward: float | None) -> int:
     fresh = config.decay ** max(age, 0)
     if fresh == 0.0:
         return 0
-    gain = max(reward or 0.0, 0.0)
-    weight = fresh * (1.0 + config.reward_weight * gain)
+    weight = fresh * (1.0 + config.reward_weight * max(reward or 0.0, 0.0))
     return int(min(max(round(weight * ONE), 1), MOST)) if weight < MOST else MOST

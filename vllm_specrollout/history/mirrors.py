@@ -6,7 +6,6 @@ A mirror is a copy. One that is damaged is removed, and its courier brings it ag
 
 from __future__ import annotations
 
-import logging
 import re
 import resource
 import time
@@ -20,6 +19,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from vllm_specrollout.config.places import make_folder
+from vllm_specrollout.errors import logger
 from vllm_specrollout.history.database import (
     ERRORS,
     SUFFIX,
@@ -34,8 +34,6 @@ from vllm_specrollout.history.database import (
 from vllm_specrollout.history.epochs import MAX_EPOCH, oldest_of
 from vllm_specrollout.history.folder import Lock
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
-
-logger = logging.getLogger("vllm.specrollout")
 
 ARCHIVE = "archive"
 """Whose lock lies in a folder of mirrors that is served."""

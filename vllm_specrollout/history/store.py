@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
 import operator
 import sqlite3
 import threading
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from vllm_specrollout.config.checks import check_finite
 from vllm_specrollout.config.drafters import HistoryConfig
-from vllm_specrollout.errors import shown
+from vllm_specrollout.errors import logger, shown
 from vllm_specrollout.history.answers import RewardOutcome, StoreStats, short_name
 from vllm_specrollout.history.database import (
     ERRORS,
@@ -37,8 +36,6 @@ from vllm_specrollout.history.folder import Folder
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Filter, Vocabulary
 from vllm_specrollout.observe.patience import PATIENCE_S, wait_for
 from vllm_specrollout.types import Answer
-
-logger = logging.getLogger("vllm.specrollout")
 
 PER_MIB = 768
 """Answers for each MiB of `history.max_mib`: Python takes some 600 bytes for one that may still get a reward."""

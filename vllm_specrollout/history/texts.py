@@ -9,7 +9,6 @@ All calls come from the engine's thread. Answers are read in the background, and
 
 from __future__ import annotations
 
-import logging
 import math
 import queue
 from collections import OrderedDict
@@ -21,12 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_specrollout.config.drafters import HistoryConfig
+from vllm_specrollout.errors import logger
 from vllm_specrollout.history.background import Background
 from vllm_specrollout.history.index_cache import ONE, weight_of
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.types import Answer, IntArray
-
-logger = logging.getLogger("vllm.specrollout")
 
 MOST_AT_ONCE = 1 << 18
 """Tokens that one `take` hands out at most: 1 MiB, less than a step copies of its own."""

@@ -86,8 +86,7 @@ def _unpack(body: memoryview, width: int, count: int) -> IntArray:
 
 def _squeeze(values: np.ndarray, width: int) -> bytes:
     # all lowest bytes, then all second bytes, ...: the high planes are nearly constant and cost next to nothing
-    planes = values.astype("<u4").view(np.uint8).reshape(-1, 4)[:, : -(-width // 8)].T
-    return zlib.compress(planes.tobytes(), 1)
+    return zlib.compress(values.astype("<u4").view(np.uint8).reshape(-1, 4)[:, : -(-width // 8)].T.tobytes(), 1)
 
 
 def _expand(body: memoryview, width: int, count: int) -> IntArray:

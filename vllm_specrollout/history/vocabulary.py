@@ -6,12 +6,10 @@ So every history file names the vocabulary of its writer, and answers are looked
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
+from vllm_specrollout.errors import logger
 from vllm_specrollout.types import Answer, IntArray
-
-logger = logging.getLogger("vllm.specrollout")
 
 ANY_TOKEN = 1 << 31
 """Size of a vocabulary that holds every token id."""

@@ -8,7 +8,6 @@ whom is in speculator.py; nothing here is entered in a step that goes well.
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,11 +18,10 @@ from vllm_specrollout.budgets.fixed import OffBudget
 from vllm_specrollout.budgets.step_cost import Asking
 from vllm_specrollout.budgets.worth import Worth
 from vllm_specrollout.drafters.base import UNBOUNDED, Drafter
+from vllm_specrollout.errors import logger
 from vllm_specrollout.observe.guard import CONTAINED, Guard
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.probation import Probation
-
-logger = logging.getLogger("vllm.specrollout")
 
 RESTS = "the budget failed"
 """Why steps go without drafts while the budget is on probation."""
@@ -92,8 +90,7 @@ class Contained:
         before = self._known
         self._known = {id(given[source]): given[source] for source in sorted(given)}
         self._sources = {id(drafter): source for source, drafter in given.items()}
-        gone = [drafter for key, drafter in before.items() if key not in self._known]
-        self.probation.forget(gone)
+        self.probation.forget([drafter for key, drafter in before.items() if key not in self._known])
         for key, drafter in self._known.items():
             if key not in before:
                 # another one of that name

@@ -5,13 +5,11 @@ What belongs here: what counts as a failure, and who is told. Whoever uses a gua
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from vllm_specrollout.config import envs
-
-logger = logging.getLogger("vllm.specrollout")
+from vllm_specrollout.errors import logger
 
 CONTAINED = (Exception, SystemExit)
 """Whatever a part of ours may raise; a library that ends the process on an error is one of the cases."""

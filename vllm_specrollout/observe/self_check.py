@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import fcntl
-import logging
 import math
 import os
 import secrets
@@ -21,9 +20,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from vllm_specrollout.config import envs
+from vllm_specrollout.errors import logger
 from vllm_specrollout.types import DraftMode
-
-logger = logging.getLogger("vllm.specrollout")
 
 VERIFY, CHAINS, ATTENTION, COMMIT = "verify", "chains", "tree attention", "commit"
 TREES, TREE_GRAPHS = "trees", "tree graphs"

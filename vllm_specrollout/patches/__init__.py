@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from typing import Any
 
+from vllm_specrollout.errors import logger
 from vllm_specrollout.patches import supported
-
-logger = logging.getLogger("vllm.specrollout")
 
 PROCESSES = ("frontend", "engine_core")
 

@@ -6,7 +6,6 @@ May enter: files, compression, the thread that writes. May not: what a record me
 from __future__ import annotations
 
 import gzip
-import logging
 import queue
 import threading
 import zlib
@@ -15,11 +14,10 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from vllm_specrollout.config.places import new_file
+from vllm_specrollout.errors import logger
 from vllm_specrollout.observe.patience import PATIENCE_S, wait_for
 from vllm_specrollout.replay import records
 from vllm_specrollout.replay.records import VERSION, Arrival, End, Header, Record, Step, Trace, TraceError
-
-logger = logging.getLogger("vllm.specrollout")
 
 MOST_BYTES = 1 << 32
 """Of a trace, unpacked; an hour of a busy engine has some 100 MB."""

@@ -206,8 +206,7 @@ class _History(_Charged, HistoryDrafter):
         own, self._builds = replace(config, dir="", url=""), _Builds()
         store = HistoryStore(own)
         bounds = {name: getattr(own, name) for name in ("min_match", "max_match")}
-        make_index = partial(HistoryIndex, max_matches=MAX_MATCHES, **bounds)
-        cache = IndexCache(own, store, make_index, self._builds)
+        cache = IndexCache(own, store, partial(HistoryIndex, max_matches=MAX_MATCHES, **bounds), self._builds)
         super().__init__(own, max_nodes, source, store=store, cache=cache)
 
     def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:

@@ -190,9 +190,8 @@ class Recorder(Listener):
         if self._step is None:
             self._open(drafts.at_ms, None)
         assert self._step is not None
-        ask_ms = round_ms(drafts.ask_ms)
         found = {
-            "ask_ms": ask_ms,
+            "ask_ms": round_ms(drafts.ask_ms),
             "views": drafts.views,
             "reason": drafts.reason,
             "candidates": drafts.candidates,

@@ -56,8 +56,7 @@ def page_of(
     # a file's name may hold bytes that no page can
     name = name.encode(errors="replace").decode()
     table = walk(trace)
-    steps = steps_of(trace, table)
-    summary = summary_of(trace, table, steps, name)
+    summary = summary_of(trace, table, steps_of(trace, table), name)
     words = [] if text_of is None else [("words", _packed(_words(trace, text_of)))]
     left = most_bytes - len(_assembled(name, [("summary", _packed(summary)), *words]))
     left -= _PLACE_BYTES * len(trace.arrivals)
@@ -115,11 +114,10 @@ def _requests(trace: Trace, table: Walk) -> dict[str, Any]:
     problems: dict[str, int] = {}
     statuses: dict[str, int] = {}
     ends = [trace.ends.get(arrival.request) for arrival in trace.arrivals]
-    status = [statuses.setdefault("no end" if end is None else end.status, len(statuses)) for end in ends]
     columns = {
         "problem": [problems.setdefault(arrival.problem_id, len(problems)) for arrival in trace.arrivals],
         "prompt": [arrival.num_prompt_tokens for arrival in trace.arrivals],
-        "status": status,
+        "status": [statuses.setdefault("no end" if end is None else end.status, len(statuses)) for end in ends],
         "tokens": _by_request(table, table.gained).tolist(),
         "steps": counts.tolist(),
         "first": rows[np.where(has_rows, table.start[:-1], 0)].tolist(),
@@ -183,8 +181,7 @@ class _Blocks:
 
     def __init__(self, table: Walk, order: Ints) -> None:
         self._table = table
-        rows = np.cumsum(np.diff(table.start)[order])
-        block = np.maximum(rows - 1, 0) // _BLOCK_ROWS
+        block = np.maximum(np.cumsum(np.diff(table.start)[order]) - 1, 0) // _BLOCK_ROWS
         self._blocks = np.split(order, np.flatnonzero(np.diff(block)) + 1) if len(order) else []
 
     def packed(

@@ -122,8 +122,7 @@ class HandTraining:
 
         if self._llm is not None:
             self._llm.llm_engine.engine_core.shutdown()
-        most = getattr(self._target, "max_position_embeddings", length)
-        self._length = min(most, max(2 * length, _CONTEXT))
+        self._length = min(getattr(self._target, "max_position_embeddings", length), max(2 * length, _CONTEXT))
         head = {"method": "eagle3", "model": self._duty.head, "num_speculative_tokens": 2}
         own = {"drafters": ["ngram"], "profile": "off", "train": {"prefill_tokens": 1 << 14}}
         if self._duty.method == "eagle3":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import logging
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,12 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm_specrollout.config import SpecRolloutConfig, envs, speculative_methods
-from vllm_specrollout.errors import ConfigError, UnsupportedError, shown
+from vllm_specrollout.errors import ConfigError, UnsupportedError, logger, shown
 from vllm_specrollout.patches import features, supported
 from vllm_specrollout.server import engines, limits, settings
 from vllm_specrollout.server.settings import FLAG, add_flag, readable_errors
-
-logger = logging.getLogger("vllm.specrollout")
 
 _set_here: set[str] = set()
 """Variables that a configuration of ours has set: one of stock's after it finds them unset again."""

@@ -121,8 +121,7 @@ class Replica:
         """Run these as well."""
         self._changed_at = time.monotonic()
         for run in runs:
-            task = asyncio.ensure_future(self._run(run))
-            self._live[run.key] = _Generating(task)
+            self._live[run.key] = _Generating(asyncio.ensure_future(self._run(run)))
 
     async def cancel(self, keys: Sequence[str]) -> None:
         """End these runs; their KV blocks are free before the next step. Those that have ended are left alone."""

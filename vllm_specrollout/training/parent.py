@@ -6,7 +6,6 @@ All that it is told is a state and no event, so one that was killed hears the sa
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import sys
 import tempfile
@@ -21,8 +20,7 @@ import zmq
 from vllm_specrollout.cluster.child import DrafterProcess, DrafterProcessError
 from vllm_specrollout.config import envs
 from vllm_specrollout.config.devices import together
-
-logger = logging.getLogger("vllm.specrollout")
+from vllm_specrollout.errors import logger
 
 MODULE = "vllm_specrollout.training.process"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,9 +22,8 @@ from vllm_specrollout.budgets.profile import (
     shuffled,
     undisturbed,
 )
+from vllm_specrollout.errors import logger
 from vllm_specrollout.worker.common import config_of
-
-logger = logging.getLogger("vllm.specrollout")
 
 _PROMPT = 16
 _WARM_UP = 2  # times through all kinds of step before times count

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import logging
 import os
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from vllm_specrollout.budgets.registry import make_budget
 from vllm_specrollout.budgets.step_cost import TIME_SHARE
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.config.drafters import HistoryConfig
+from vllm_specrollout.errors import logger
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.history.texts import Texts
 from vllm_specrollout.history.vocabulary import Vocabulary
@@ -30,8 +30,6 @@ from vllm_specrollout.training.answers import AnswerRing
 from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.common import config_of, is_first_rank
 from vllm_specrollout.worker.profiling import seed_from_profile
-
-logger = logging.getLogger("vllm.specrollout")
 
 _REPLICA = "VERL_REPLICA_RANK"
 MOST_PROBLEMS, MOST_PAST = 4096, 64

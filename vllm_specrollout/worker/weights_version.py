@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm_specrollout.errors import logger
 from vllm_specrollout.history.problems import policy_line
 from vllm_specrollout.observe.guard import CONTAINED
 from vllm_specrollout.worker.packed_weights import PackedWeights
@@ -81,8 +81,6 @@ def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
     if len(known) > MOST_NAMES:
         del known[next(iter(known))]
 
-
-logger = logging.getLogger("vllm.specrollout")
 
 MOST_PARAMETERS = 32
 MOST_ELEMENTS = 128  # of each

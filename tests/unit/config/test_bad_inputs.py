@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from vllm_specrollout.config import RequestOptions, SpecRolloutConfig, parse, parse_request
+from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.config.places import check_places
 from vllm_specrollout.errors import ConfigError
 
@@ -204,3 +205,19 @@ def test_a_bad_request_is_refused_in_one_message(recorded):
 
     said = _outcomes(REQUEST, read)
     assert said == recorded(HERE.parent / "refusals" / "bad_requests.txt", said)
+
+
+@pytest.mark.parametrize(
+    "url, cause",
+    [
+        ("tcp://h:1", "`history.dir` is not"),
+        ("tcp://h:1/" + "ab" * 32, "a key has no place in an address"),
+        ("tcp://0.0.0.0:1", "says where it listens and not where it is"),
+        ("tcp://*:1", "says where it listens and not where it is"),
+        ("http://h:1", "`history.url` is"),
+    ],
+)
+def test_an_url_that_no_engine_can_use_is_an_error(url: str, cause: str) -> None:
+    with pytest.raises(ConfigError, match=cause) as error:
+        SpecRolloutConfig(history=HistoryConfig(url=url))
+    assert "abab" not in str(error.value)

@@ -19,7 +19,6 @@ pytest.importorskip("zmq")
 from tests.unit.history.archived import KIND, ROOM, RUN, all_of, answer
 from tests.waiting import until
 from vllm_specrollout.cluster.messages import encode
-from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.history import courier as module
@@ -491,22 +490,6 @@ def test_random_bytes_from_anybody_end_nothing(served: Served, address: str, nod
     assert settled(lambda: "z" in second.found(), True)
     assert served.archive._office.malformed, "it met some that are no message"
     box.close()
-
-
-@pytest.mark.parametrize(
-    "url, cause",
-    [
-        ("tcp://h:1", "`history.dir` is not"),
-        ("tcp://h:1/" + "ab" * 32, "a key has no place in an address"),
-        ("tcp://0.0.0.0:1", "says where it listens and not where it is"),
-        ("tcp://*:1", "says where it listens and not where it is"),
-        ("http://h:1", "`history.url` is"),
-    ],
-)
-def test_an_url_that_no_engine_can_use_is_an_error(url: str, cause: str) -> None:
-    with pytest.raises(ConfigError, match=cause) as error:
-        SpecRolloutConfig(history=HistoryConfig(url=url))
-    assert "abab" not in str(error.value)
 
 
 def test_an_url_without_a_key_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

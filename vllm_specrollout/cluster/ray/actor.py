@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from importlib import import_module
@@ -15,8 +14,7 @@ from vllm_specrollout.cluster.batch import BeginError
 from vllm_specrollout.cluster.reports import Wanted
 from vllm_specrollout.config.arguments import check_folder
 from vllm_specrollout.config.devices import shares
-
-logger = logging.getLogger("vllm.specrollout")
+from vllm_specrollout.errors import logger
 
 _HINT = "\n\nhint: "
 

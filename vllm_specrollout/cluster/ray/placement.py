@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -20,9 +19,7 @@ from vllm_specrollout.cluster.driver import EngineLost
 from vllm_specrollout.cluster.ray.actor import Actor
 from vllm_specrollout.config.arguments import check_answers, check_devices, check_folder, count_gpus
 from vllm_specrollout.config.devices import Devices
-from vllm_specrollout.errors import ConfigError, SpecRolloutError
-
-logger = logging.getLogger("vllm.specrollout")
+from vllm_specrollout.errors import ConfigError, SpecRolloutError, logger
 
 _KINDS = ("CPU", "GPU")
 _NO_GPU = "leave it out: then engines run on cores"

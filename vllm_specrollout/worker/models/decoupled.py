@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,15 +29,13 @@ from vllm_specrollout.config import DECOUPLED_SOURCES, SpecRolloutConfig
 from vllm_specrollout.config.devices import parse_devices, shared
 from vllm_specrollout.config.drafters import SINGLE, StartedDrafter
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter, connect
-from vllm_specrollout.errors import UnsupportedError
+from vllm_specrollout.errors import UnsupportedError, logger
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.metrics import Metrics
 from vllm_specrollout.types import DraftLimits, RequestBatch, StepPlan, TreeBatch
 from vllm_specrollout.worker.common import config_of, is_first_rank
 from vllm_specrollout.worker.models.drafter import ModelDrafter
 from vllm_specrollout.worker.profiling import key_of
-
-logger = logging.getLogger("vllm.specrollout")
 
 SHARE: dict[str, Any] = {
     "enable_sleep_mode": True,

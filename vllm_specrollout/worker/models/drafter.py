@@ -5,7 +5,6 @@ On several tensor-parallel ranks its passes need all of them, and the first one 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from vllm_specrollout.budgets.step_cost import Price
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.drafters.coupling import Coupling, Likeliest
 from vllm_specrollout.drafters.levels import Levels
+from vllm_specrollout.errors import logger
 from vllm_specrollout.observe.guard import CONTAINED
 from vllm_specrollout.observe.heads import Heads
 from vllm_specrollout.types import (
@@ -45,8 +45,6 @@ from vllm_specrollout.worker.models.proposing import (
     is_untrained,
     rows_that_hold,
 )
-
-logger = logging.getLogger("vllm.specrollout")
 
 Draw = Callable[[torch.Tensor], torch.Tensor]
 

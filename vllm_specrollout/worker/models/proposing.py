@@ -39,7 +39,6 @@ class Entry(Protocol):
     @property
     def is_greedy(self) -> bool:
         """Whether it takes the best token, without noise."""
-        ...
 
 
 class NoiseAhead(Protocol):
@@ -48,7 +47,6 @@ class NoiseAhead(Protocol):
     def ahead(self, tokens: torch.Tensor, entries: Sequence[Any], depth: int) -> torch.Tensor:
         """[R, M] float32 the Gumbel noise of these tokens [R, M] at the position so far ahead, with which the target's
         own token is chosen there; of greedy requests anything finite."""
-        ...
 
 
 def check_layers(runner: Any, names: Iterable[str]) -> None:

@@ -8,7 +8,6 @@ as long as the new ones are on probation (observe/heads.py).
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 import threading
@@ -22,14 +21,12 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
 
-from vllm_specrollout.errors import ConfigError, SpecRolloutError, UnsupportedError, shown
+from vllm_specrollout.errors import ConfigError, SpecRolloutError, UnsupportedError, logger, shown
 from vllm_specrollout.observe.guard import CONTAINED
 from vllm_specrollout.worker.models.checkpoint import Checkpoint, Stored, configuration, opened
 from vllm_specrollout.worker.models.decoupled import cores_of_process
 from vllm_specrollout.worker.models.proposing import path_of
 from vllm_specrollout.worker.packed_weights import pack_tied_head
-
-logger = logging.getLogger("vllm.specrollout")
 
 Place = tuple[Path, Path | None]
 """Where weights are, and the folder out of which nothing is read, links followed; None: they may lie anywhere."""

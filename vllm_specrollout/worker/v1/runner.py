@@ -6,7 +6,6 @@ sampled in sampler.py, noise kept in trees/tape.py, drafts made by drafting.py, 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput, SamplerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
+from vllm_specrollout.errors import logger
 from vllm_specrollout.patches import features
 from vllm_specrollout.trees.batch import num_branches, with_branches
 from vllm_specrollout.types import (
@@ -54,7 +54,6 @@ from vllm_specrollout.worker.v1.sampler import (
 )
 from vllm_specrollout.worker.v1.thinking import clear_inherited, follow_plain_steps
 
-logger = logging.getLogger("vllm.specrollout")
 NOBODY = (NO_DRAFTS, np.zeros(0, dtype=np.int32))
 
 _Base: Any = object

@@ -319,30 +319,24 @@ class Noise(Protocol):
 
     def tape(self, generator: torch.Generator) -> Tape:
         """A request's tape, drawn from its own generator."""
-        ...
 
     def set_roots(self, entries: Sequence[RequestEntry]) -> None:
         """One row per request follows, each at its request's next position. The very same sequence as in the step
         before says that the batch is the same."""
-        ...
 
     def set_nodes(self, entries: Sequence[RequestEntry], node_start: IntArray, row_depth: IntArray) -> None:
         """A root row and its nodes' rows per request follow; arguments as in `node_seeds`."""
-        ...
 
     def keep(self, entries: Sequence[RequestEntry], counts: IntArray | None, is_discarded: BoolArray) -> None:
         """The step is sampled: `counts` [R] tokens of each request are kept, one where it is None; none of those that
         are still in their prompts ([R] `is_discarded`)."""
-        ...
 
     def settle(self) -> None:
         """What was laid out ahead of the tapes is dropped, and no request is remembered: one is over."""
-        ...
 
     def ahead(self, tokens: torch.Tensor, entries: Sequence[RequestEntry], depth: int) -> torch.Tensor:
         """[R, M] float32 the Gumbel noise of these tokens [R, M] int64 at the position so far ahead, so that a drafter
         knows with what the target's own token will be chosen; of greedy requests anything finite."""
-        ...
 
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +15,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.models.interfaces import supports_multimodal
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_specrollout.errors import UnsupportedError
+from vllm_specrollout.errors import UnsupportedError, logger
 from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.calls import DrafterMixin, StatsMixin, TrainerMixin
 from vllm_specrollout.worker.common import config_of, with_model
@@ -24,8 +23,6 @@ from vllm_specrollout.worker.models.decoupled import keep_off
 from vllm_specrollout.worker.rows import HeadShape, RowsAlike, attention_alike, linear_alike_from
 from vllm_specrollout.worker.v1.cpu_runner import SpecRolloutCPURunner
 from vllm_specrollout.worker.v1.kv import scratch_blocks
-
-logger = logging.getLogger("vllm.specrollout")
 
 MOST_ROWS = 160
 """oneDNN keeps 1,024 products, and a model has four to six kinds of them."""

@@ -9,7 +9,6 @@ A step that none of them holds is vLLM's to run, piecewise or without graphs, bu
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,14 +23,13 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
 )
 from vllm.v1.worker.gpu.lora_utils import create_lora_capture_hook
 
+from vllm_specrollout.errors import logger
 from vllm_specrollout.observe.guard import CONTAINED
 from vllm_specrollout.observe.self_check import TREE_GRAPHS, in_words
 from vllm_specrollout.patches import features
 from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.v2.attention import attending_by_trees
 from vllm_specrollout.worker.v2.shape import model_shape
-
-logger = logging.getLogger("vllm.specrollout")
 
 TREES_UP_TO = 8
 """Requests of a step, at most, that trees are drafted for: among more, rows cost more than branches bring."""

@@ -8,7 +8,6 @@ a pause, a request's most drafts, or a line to go on with, holds from a later st
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from vllm_specrollout.config import MODEL_SOURCES
 from vllm_specrollout.config.budgets import FastGrpoOptions, TltOptions
 from vllm_specrollout.drafters.beams import widest
 from vllm_specrollout.drafters.looked_up import LateDrafts, LookedUpHistory
+from vllm_specrollout.errors import logger
 from vllm_specrollout.kernels.draft_choice.naive import MODELLED, WITHHELD
 from vllm_specrollout.observe.guard import CONTAINED
 from vllm_specrollout.speculator import PlannedStep
@@ -57,8 +57,6 @@ from vllm_specrollout.worker.v2.runner import SpecRolloutV2
 from vllm_specrollout.worker.v2.texts import DeviceTexts
 from vllm_specrollout.worker.v2.told import NOBODY, Told
 from vllm_specrollout.worker.v2.verify import MOST_SPLIT_ROWS
-
-logger = logging.getLogger("vllm.specrollout")
 
 _ON_DEVICE = ("history", "ngram", *MODEL_SOURCES)
 _RUNNER = "vllm.v1.worker.gpu.model_runner"

@@ -7,7 +7,6 @@ they are sampled in verify.py.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
+from vllm_specrollout.errors import logger
 from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.types import Answer, DraftMode, empty_trees
 from vllm_specrollout.worker.arriving import is_unseeded, resumed_of, signed
@@ -49,8 +49,6 @@ from vllm_specrollout.worker.v2.scheduler import with_masks_for_drafts
 from vllm_specrollout.worker.v2.shape import model_shape, one_line_reason
 from vllm_specrollout.worker.v2.verify import TreeVerifier
 from vllm_specrollout.worker.weights_version import WeightsVersion
-
-logger = logging.getLogger("vllm.specrollout")
 
 MOST_IN_FLIGHT = 64
 

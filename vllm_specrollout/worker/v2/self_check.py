@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,7 @@ import torch
 import vllm
 from vllm.distributed.parallel_state import get_tp_group
 
+from vllm_specrollout.errors import logger
 from vllm_specrollout.kernels import kv_commit, tree_attention, tree_verify
 from vllm_specrollout.kernels.tree_verify.kernel import tree_verify as judge
 from vllm_specrollout.kernels.tree_verify.naive import judge as naive_judge
@@ -35,8 +35,6 @@ from vllm_specrollout.worker.request import Admissions
 from vllm_specrollout.worker.v2.check_steps import CheckRequests, Scripted
 from vllm_specrollout.worker.v2.host import Host
 from vllm_specrollout.worker.v2.verify import sampled_rows
-
-logger = logging.getLogger("vllm.specrollout")
 
 _ROWS = 64
 UNCHECKED = "`self_check` is off, and trees wait for it"
