@@ -156,10 +156,8 @@ def draft_s(learner: Learner, answers: Sequence[Rows], batch: int) -> float:
     is_one_pass = isinstance(learner.head, OnePass)
     is_masked = isinstance(learner.head, Masked)
     wide, passes = (batch * LEVELS if is_masked else batch), (1 if is_one_pass else LEVELS)
-    cut = WindowBatch(
-        rows.tokens[:, : wide + LEVELS], *(getattr(rows, name)[:, :wide] for name in ("before", "last", "positions", "counts")),
-        rows.rest,
-    )  # fmt: skip
+    inner = [getattr(rows, name)[:, :wide] for name in ("before", "last", "positions", "counts")]
+    cut = WindowBatch(rows.tokens[:, : wide + LEVELS], *inner, rows.rest)
     levels = LEVELS if isinstance(learner.head, Medusa) else 1
     times = []
     with torch.no_grad():
