@@ -279,7 +279,7 @@ class HeadLearning:
         yield Call("spec_rollout_head", (self.as_dict(),))
 
     def as_dict(self) -> dict[str, int]:
-        """What is shown of head and trainer; all but numbers of heads by names of `observe.metrics`."""
+        """What is shown of head and trainer; `observe.metrics` shows it by names of its own."""
         said = None if self._trainer is None else self._trainer.said
         is_learning = self._trainer is not None and self._heard().trainer.is_learning
         state = "training" if self._trains else "halted" if is_learning else "resting"
@@ -354,7 +354,7 @@ def learn(llm: Any, seconds: float = 60.0) -> dict[str, int]:
 
     Returns:
         "number" of the head that drafts, and of its "parent"; times that it "went_back"; and what the metrics
-        `head_match_rate` and `trainer_*` say.
+        `head_match_rate`, `trainer_state` and `trainer_work` say.
 
     Raises:
         ConfigError, UnsupportedError: it is no such engine, or its answers cannot be computed once more.
