@@ -5,15 +5,16 @@ from __future__ import annotations
 import importlib.util
 import json as json_module
 import shutil
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from vllm_specrollout.cli.prompts import Tokenizer
 from vllm_specrollout.config.checks import check_choice, check_range
 from vllm_specrollout.errors import ConfigError, UnsupportedError
+from vllm_specrollout.replay.dump import Encode
 from vllm_specrollout.training.spot import WORTH
 
 MOST_ROWS = 1 << 30
@@ -60,7 +61,6 @@ def train_head(
     from transformers import AutoConfig
 
     from vllm_specrollout.server.by_hand import HandTraining
-    from vllm_specrollout.training.answer_file import AnswerFile
     from vllm_specrollout.training.heads import frequent_tokens
     from vllm_specrollout.training.parent import Duty, numbers_in
     from vllm_specrollout.training.process import make_head
@@ -81,7 +81,7 @@ def train_head(
         memory_gib=memory_gib,
         judge_rows=judge_rows,
     )
-    training = HandTraining(duty, AnswerFile(answers, _encoder(target), shape.vocab_size), shape)
+    training = HandTraining(duty, answers, _encoder(target), shape)
     if start is None and not (out / "0" / "config.json").exists():
         drafted = frequent_tokens(training.waiting, shape.vocab_size, draft_vocab) if draft_vocab else None
         make_head(target, out / "0", method, levels, drafted, seed)
@@ -91,16 +91,10 @@ def train_head(
     _tell(out, start, said, len(training.done), levels, is_json=json)
 
 
-def _encoder(target: Path) -> Callable[[str, bool], list[int]]:
-    """Of a text, and whether it begins a prompt; the tokenizer is loaded once there is a text."""
-    from transformers import AutoTokenizer
-
-    tokenizer = cache(lambda: AutoTokenizer.from_pretrained(str(target)))
-
-    def encode(text: str, begins: bool) -> list[int]:
-        return list(tokenizer().encode(text, add_special_tokens=begins))
-
-    return encode
+def _encoder(target: Path) -> Encode:
+    """The tokenizer is loaded once there is a text."""
+    tokenizer = cache(Tokenizer)
+    return lambda text, is_prompt: tokenizer(str(target)).encode(text, is_prompt)
 
 
 def _check_learner(method: str, levels: int, draft_vocab: int, judge_rows: int, learner: dict[str, Any]) -> None:

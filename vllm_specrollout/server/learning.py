@@ -281,8 +281,7 @@ class HeadLearning:
     def as_dict(self) -> dict[str, int]:
         """What is shown of head and trainer; `observe.metrics` shows it by names of its own."""
         said = None if self._trainer is None else self._trainer.said
-        is_learning = self._trainer is not None and self._heard().trainer.is_learning
-        state = "training" if self._trains else "halted" if is_learning else "resting"
+        state = "training" if self._trains else "halted" if said and self._heard().trainer.is_learning else "resting"
         return {
             "number": self.number,
             "parent": self.parent,
