@@ -398,12 +398,16 @@ def prepared(config: SpecRolloutConfig, target: str) -> SpecRolloutConfig:
     if config.train.mode != "auto":
         return config
     if importlib.util.find_spec("speculators") is None:
-        cause = "`train` is `auto`, and its trainer needs `speculators`, which is not installed"
-        raise UnsupportedError(cause, 'run `pip install "vllm-specrollout[train]"`, or leave `train` out')
+        raise UnsupportedError(
+            "`train` is `auto`, and its trainer needs `speculators`, which is not installed",
+            'run `pip install "vllm-specrollout[train]"`, or leave `train` out',
+        )
     given = config.speculative_config
     if given is not None and given.get("method") not in ("eagle", "eagle3"):
-        cause = f"`train` is `auto`, and the model that drafts has method {given.get('method')!r}"
-        raise ConfigError(cause, "name the method `eagle` or `eagle3`, or leave `speculative_config` out")
+        raise ConfigError(
+            f"`train` is `auto`, and the model that drafts has method {given.get('method')!r}",
+            "name the method `eagle` or `eagle3`, or leave `speculative_config` out",
+        )
     name = os.path.realpath(target) if os.path.exists(target) else target
     key = hashlib.blake2b(f"{name}\n{(given or {}).get('model', '')}".encode(), digest_size=8).hexdigest()
     folder = Path(config.train.dir or envs.cache_dir() / "heads" / key)
