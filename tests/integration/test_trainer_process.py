@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -117,6 +118,35 @@ def test_it_learns_halts_publishes_ends_and_goes_on_after_a_kill(target, untrain
         own.give(answers[80:])
         said = own.until(lambda said: said.rows > saved + 256)
         assert said.published == 7 and own.process.pid is not None
+
+
+@pytest.mark.nightly
+def test_fifty_random_kills_cost_the_trainer_an_interval_each_and_no_head(target, untrained, answers, tmp_path) -> None:
+    """At any moment: while it starts, learns, judges or writes."""
+    rng = random.Random(3)
+    with fed(duty_of(target, untrained, tmp_path), list(answers)) as own:
+        for kill in range(50):
+            own.give(list(Prefilled()(target, layers_of(2), counting(40, 40 + kill % 20, 40 * (kill // 20)))))
+            own.process.tell(is_halted=False, learning=own.process.said.ended + 1)
+            if kill % 5:  # it gets on; else it is killed on its way there
+                steps = own.process.said.steps
+                own.until(lambda said, steps=steps: own.process._process.restarts == 0 and said.steps != steps)
+            if kill % 10 == 9 and own.process.said.own > 0.0:
+                own.process.tell(publish=own.process.said.published + 1)
+            time.sleep(rng.uniform(0.0, 0.4))
+            killed = own.process.pid
+            os.kill(killed, signal.SIGKILL)
+            own.until(lambda said, killed=killed: own.process.pid not in (None, killed))
+        own.give(list(answers))
+        own.process.tell(is_halted=False, learning=own.process.said.ended + 1)
+        said = own.until(lambda said: own.process._process.restarts == 0 and said.own > 0.0)
+        assert said.own > said.serving, "what it had learned by its judgements was kept"
+        own.process.tell(publish=said.published + 1)
+        own.until(lambda now: now.published == said.published + 1)
+        names = load_file(untrained / "model.safetensors").keys()
+        heads = [load_file(tmp_path / str(one) / "model.safetensors") for one in numbers_in(tmp_path)]
+        assert heads and all(head.keys() == names for head in heads)
+        assert all(bool(one.isfinite().all()) for head in heads for one in head.values() if one.is_floating_point())
 
 
 # --- in this process: what fails costs an interval --------------------------------------------------------------------

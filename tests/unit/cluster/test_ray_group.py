@@ -161,10 +161,11 @@ def test_an_engine_that_has_just_died_is_left_out_of_what_all_are_asked(group: S
 def test_fifty_random_kills_cost_no_token_and_leave_no_process() -> None:
     """Of engines and of what stands below them, at any moment of a batch."""
     rng, seen = random.Random(5), dict[int, psutil.Process]()
+    others = set(_actors())  # of the group that the other tests share, which lives on
     with SpecGroup("model", engines=2, ladder="move", max_restarts=-1, cpus=0.4, devices=["cpu:0", "cpu:1"]) as group:
         kills = 0
         while kills < 50:
-            own = [one for one in psutil.Process().children(recursive=True) if _is_actor(one)]
+            own = [one for one in _actors() if one not in others]
             seen |= {one.pid: one for one in own}
             if own:
                 victim = rng.choice(own)
@@ -176,6 +177,10 @@ def test_fifty_random_kills_cost_no_token_and_leave_no_process() -> None:
         assert group.status()["lost"] > 10
     _, alive = psutil.wait_procs(seen.values(), timeout=60)
     assert not alive
+
+
+def _actors() -> list[psutil.Process]:
+    return [one for one in psutil.Process().children(recursive=True) if _is_actor(one)]
 
 
 def _is_actor(one: psutil.Process) -> bool:
