@@ -27,13 +27,14 @@ _DRAIN_S = 120.0
 _CALM_S = 3.0
 _REWARDS_S = 5.0
 """Between two reports of rewards."""
+# metric, and its `stage`
 _COUNTERS = {
-    "drafted": "vllm:spec_rollout_drafted_nodes_total",
-    "accepted": "vllm:spec_rollout_accepted_nodes_total",
-    "failures": "vllm:spec_rollout_failures_total",
-    "preemptions": "vllm:num_preemptions_total",
-    "running": "vllm:num_requests_running",
-    "waiting": "vllm:num_requests_waiting",
+    "drafted": ("vllm:spec_rollout_nodes_total", "drafted"),
+    "accepted": ("vllm:spec_rollout_nodes_total", "accepted"),
+    "failures": ("vllm:spec_rollout_failures_total", ""),
+    "preemptions": ("vllm:num_preemptions_total", ""),
+    "running": ("vllm:num_requests_running", ""),
+    "waiting": ("vllm:num_requests_waiting", ""),
 }
 _OURS = "/spec_rollout"
 
@@ -70,13 +71,13 @@ class Observations:
 
 
 def parse_counts(text: str) -> dict[str, float]:
-    """Sums over labels of what `/metrics` tells, by our names for it."""
+    """Sums over other labels of what `/metrics` tells, by our names for it."""
     names = {metric: name for name, metric in _COUNTERS.items()}
     found = dict.fromkeys(_COUNTERS, 0.0)
     for metric in text_string_to_metric_families(text):
         for sample in metric.samples:
-            if sample.name in names:
-                found[names[sample.name]] += sample.value
+            if name := names.get((sample.name, sample.labels.get("stage", ""))):
+                found[name] += sample.value
     return found
 
 

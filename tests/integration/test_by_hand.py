@@ -20,7 +20,6 @@ from tests.unit.training.targets import HIDDEN, Prefilled, counting, make_target
 from vllm_specrollout.cli.train_head import _check_learner, _tell
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 from vllm_specrollout.server.by_hand import HandTraining
-from vllm_specrollout.training.answer_file import AnswerFile
 from vllm_specrollout.training.answers import KeptAnswer
 from vllm_specrollout.training.heads import frequent_tokens, layers_of
 from vllm_specrollout.training.parent import Duty, Said, TrainerProcess, numbers_in
@@ -68,7 +67,7 @@ def training(target: Path, file: Path, out: Path, *, start: Path | None = None, 
         "target": str(target), "dir": str(out), "head": str(start or out / "0"), "is_new": start is None,
         "num_levels": 2, "judge_rows": 2048, "learner": {"batch_rows": 128, "dtype": "float32", "rate": 5e-3}, **given,
     })  # fmt: skip
-    return ByHand(duty, AnswerFile(file, lambda text, begins: [], 24), SimpleNamespace(hidden_size=HIDDEN))
+    return ByHand(duty, file, lambda text, is_prompt: [], SimpleNamespace(hidden_size=HIDDEN, vocab_size=24))
 
 
 @pytest.mark.parametrize("method", ["eagle3", pytest.param("eagle", marks=pytest.mark.nightly)])

@@ -62,9 +62,10 @@ def test_metrics_agree_with_the_worker_and_with_vllms_own(model, off, in_one_pro
     on = run(model, {"drafters": ["ngram"], "budget": "fixed", "max_draft_tokens": 4}, in_one_process)
     stats, ours = on["stats"], "vllm:spec_rollout_"
     assert stats["drafted"] > 0 and on["tokens"] == off["tokens"]
-    assert total(on, ours + "verified_nodes_total", source="ngram", engine="0") == stats["drafted"]
-    assert total(on, ours + "accepted_nodes_total", source="ngram") == stats["accepted"]
-    assert total(on, ours + "drafted_nodes_total") >= stats["drafted"]
+    assert total(on, ours + "nodes_total", stage="verified", source="ngram", engine="0") == stats["drafted"]
+    assert total(on, ours + "nodes_total", stage="accepted", source="ngram") == stats["accepted"]
+    assert total(on, ours + "nodes_total", stage="drafted") >= stats["drafted"]
+    assert total(on, ours + "context_nodes_total", stage="verified", context="0") == stats["drafted"]
     assert total(on, "vllm:spec_decode_num_draft_tokens_total") == stats["drafted"]
     assert total(on, "vllm:spec_decode_num_drafts_total") > 0
     assert total(on, "vllm:spec_decode_num_accepted_tokens_total") == stats["accepted"]

@@ -53,5 +53,19 @@ def test_what_is_promised_follows_from_what_the_host_answered(answer, promise):
     assert answer.promise == promise and answer.are_alike == (promise == "stock's tokens")
 
 
+def test_rows_are_timed_through_all_layers_and_the_slowest_round_does_not_count(monkeypatch):
+    now = [0.0]
+
+    def layer(width, dtype):
+        def multiply(x):
+            now[0] += 1.0 + len(x) + (500.0 if now[0] == 0.0 else 0.0)
+            return x
+
+        return multiply
+
+    monkeypatch.setattr(rows, "_product", layer)
+    assert rows.time_rows(lambda: now[0]) == {count: 6000.0 * (1 + count) for count in rows.TIMED}
+
+
 def test_a_host_of_unlike_rows_is_told_by_doctors_question(spoiled):
     assert not rows.ask_host("bfloat16").attention

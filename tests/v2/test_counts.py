@@ -18,9 +18,10 @@ from tests.e2e.identity.engines import engine
 from tests.v2.models import small_model
 
 
-def _total(name: str) -> float:
+def _total(stage: str, name: str = "nodes") -> float:
     samples = [sample for metric in REGISTRY.collect() for sample in metric.samples]
-    return sum(sample.value for sample in samples if sample.name == f"vllm:spec_rollout_{name}")
+    own = [sample for sample in samples if sample.name == f"vllm:spec_rollout_{name}_total"]
+    return sum(sample.value for sample in own if sample.labels["stage"] == stage)
 
 
 @pytest.mark.nightly
@@ -32,9 +33,9 @@ def test_metrics_agree_with_the_worker(tmp_path: Path) -> None:
         run(ours.llm, cases)
         stats = ours.llm.collective_rpc("spec_rollout_stats")[0]
         assert stats["drafted"] > 0
-        assert _total("verified_nodes_total") == stats["drafted"]
-        assert _total("accepted_nodes_total") == stats["accepted"]
-        assert _total("drafted_nodes_total") >= stats["drafted"]
+        assert _total("verified") == _total("verified", "context_nodes") == stats["drafted"]
+        assert _total("accepted") == _total("accepted", "context_nodes") == stats["accepted"]
+        assert _total("drafted") >= stats["drafted"]
 
 
 def test_what_the_oracle_drafts_can_be_changed_between_runs(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_nothing_of_the_check_is_left_in_the_engine(ours: Engine) -> None:
     assert not runner.req_states.req_id_to_index and not runner.host.num_in_flight
     assert not runner.admissions.reasons() and not runner.stats.steps
     assert all(not cache.any() for cache in runner.kv_caches)
-    assert "drafters_alive" in runner.metrics._counts
+    assert "drafters_alive/worker" in runner.metrics._counts
 
 
 def test_what_was_passed_once_is_not_compared_again_but_steps_are(runner: Any, tmp_path: Path) -> None:

@@ -86,6 +86,9 @@ def doctor(
     gpu: Annotated[
         bool, typer.Option("--gpu", help="Check the device: an engine over --model, or a random one.")
     ] = False,
+    rows: Annotated[
+        bool, typer.Option("--rows", help="Time the rows of a step, 200 MB of weights: how many draft rows are free.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say whether spec rollout works on this host, and if not, what is the way out (exit status 1)."""
@@ -94,7 +97,7 @@ def doctor(
 
     if not server:
         typer.echo("asking vLLM, which takes some seconds to import ...", err=True)
-    report = check_device(model) if gpu else examine(model, server)
+    report = check_device(model) if gpu else examine(model, server, with_rows=rows)
     typer.echo(report.as_json() if as_json else report.as_text())
     if not report.is_healthy:
         raise typer.Exit(1)

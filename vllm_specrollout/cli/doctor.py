@@ -20,6 +20,8 @@ from vllm_specrollout.patches import features, supported
 from vllm_specrollout.scheduling.support import TABLE, model_shape
 from vllm_specrollout.types import DraftMode
 
+FREE = 1.1
+"""Times what one row costs: that many rows count as free."""
 _ROUTE = "/spec_rollout/drafters"
 _ASKED = (
     "start the server with spec rollout, and with `VLLM_PLUGINS` naming `spec_rollout`; a key goes into VLLM_API_KEY"
@@ -45,6 +47,8 @@ class HostReport:
     drafted: tuple[Finding, ...]
     # of the server that was asked
     running: tuple[Finding, ...] = ()
+    # what rows of a step cost
+    rows: tuple[Finding, ...] = ()
 
     @property
     def is_healthy(self) -> bool:
@@ -55,22 +59,25 @@ class HostReport:
 
     def as_text(self) -> str:
         """Sections of aligned lines; problems carry a `!` and their hints follow."""
-        titled = (
-            (self.findings, ""),
-            (self.variables, "environment"),
-            (self.drafted, "drafted"),
-            (self.running, "running"),
-        )
-        sections = [_lines(findings, title) for findings, title in titled if findings]
+        titled = {
+            "": self.findings,
+            "environment": self.variables,
+            "drafted": self.drafted,
+            "running": self.running,
+            "rows of a step: one of each request, and one of each draft token": self.rows,
+        }
+        sections = [_lines(findings, title) for title, findings in titled.items() if findings]
         hints = [f"hint: {finding.name}: {finding.hint}" for finding in self.findings if finding.hint]
-        where = "there" if self.running else "here"
+        where = f"{'there' if self.running else 'here'}{'' if self.is_healthy else ' (lines marked !)'}"
         verdict = f"spec rollout {'works' if self.is_healthy else 'does not work'} {where}"
-        verdict += "" if self.is_healthy else " (lines marked !)"
         return "\n\n".join(part for part in (verdict, "\n".join(hints), *sections) if part)
 
 
-def examine(model: str = "", server: str = "") -> HostReport:
+def examine(model: str = "", server: str = "", *, with_rows: bool = False) -> HostReport:
     """Look at this host and at a model's configuration if one is given; or, without vLLM, at a running server.
+
+    Args:
+        with_rows: also at what the rows of a step cost, where spec rollout works.
 
     Raises:
         ConfigError: the model has no readable config.json, or the server does not answer.
@@ -84,7 +91,8 @@ def examine(model: str = "", server: str = "") -> HostReport:
     # before anything is looked at: asking the host of its rows sets one of them
     variables = [Finding(variable.name, os.environ.get(variable.name, "unset")) for variable in envs.TABLE]
     findings = [*_versions(), _core(), *_plugins(), *_vllm_findings(), *_command()]
-    return HostReport(tuple(findings), tuple(variables), tuple(drafted))
+    rows = row_costs() if with_rows and not any(finding.is_problem for finding in findings) else []
+    return HostReport(tuple(findings), tuple(variables), tuple(drafted), rows=tuple(rows))
 
 
 def ask_server(url: str) -> dict[str, Any]:
@@ -140,8 +148,14 @@ def _plugins() -> list[Finding]:
     named = os.environ.get("VLLM_PLUGINS")
     if named is None or "spec_rollout" in named.split(","):
         return []
-    way = f"add it: VLLM_PLUGINS={','.join(filter(None, (named, 'spec_rollout')))}"
-    return [Finding("plugin", f"not loaded: `VLLM_PLUGINS` is `{named}`, without `spec_rollout`", True, way)]
+    return [
+        Finding(
+            "plugin",
+            f"not loaded: `VLLM_PLUGINS` is `{named}`, without `spec_rollout`",
+            is_problem=True,
+            hint=f"add it: VLLM_PLUGINS={','.join(filter(None, (named, 'spec_rollout')))}",
+        )
+    ]
 
 
 def _core() -> Finding:
@@ -180,6 +194,14 @@ def _rows() -> list[Finding]:
     """Whether a row is rounded alike alone and among others, on which exactness rests."""
     ask = importlib.import_module("vllm_specrollout.worker.rows").ask_host
     return [Finding(f"rows in {name}", f"{(found := ask(name)).promise} ({found})") for name in _DTYPES]
+
+
+def row_costs() -> list[Finding]:
+    """What they cost by their number: weights are read once for all rows, so that some are free."""
+    times = importlib.import_module("vllm_specrollout.worker.rows").time_rows()
+    free = max(rows for rows, ms in times.items() if ms <= FREE * times[1])
+    costs = [Finding(f"rows: {n}", f"{ms:8.2f} ms  {ms / times[1]:5.2f} times one row") for n, ms in times.items()]
+    return [*costs, Finding("free", f"{free - 1} draft rows: {free} rows cost at most {FREE} times one row")]
 
 
 def _runner(facts: Any) -> Finding:

@@ -61,14 +61,18 @@ class Tokenizer:
         try:
             from transformers import AutoTokenizer
         except ModuleNotFoundError as error:
-            cause = f"texts need a tokenizer, and `{error.name}` is not installed"
-            raise UnsupportedError(cause, "run `pip install transformers`, or give token ids") from None
+            raise UnsupportedError(
+                f"texts need a tokenizer, and `{error.name}` is not installed",
+                "run `pip install transformers`, or give token ids",
+            ) from None
         self._model = model
         try:
             self._own = AutoTokenizer.from_pretrained(model)
         except (OSError, ValueError) as error:
-            cause = f"`{model}` has no tokenizer: {str(error).partition(chr(10))[0]:.200}"
-            raise ConfigError(cause, "name a model's folder, or its name on the hub") from None
+            raise ConfigError(
+                f"`{model}` has no tokenizer: {str(error).partition(chr(10))[0]:.200}",
+                "name a model's folder, or its name on the hub",
+            ) from None
 
     def prompt(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, messages by the chat template.
@@ -79,8 +83,10 @@ class Tokenizer:
         if isinstance(prompt, str):
             found = list(self._own.encode(prompt))
         elif not self._own.chat_template:
-            cause = f"`{self._model}` has no chat template, and a prompt is messages"
-            raise ConfigError(cause, "give the prompts as texts")
+            raise ConfigError(
+                f"`{self._model}` has no chat template, and a prompt is messages",
+                "give the prompts as texts",
+            )
         else:
             text = self._own.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
             found = list(self._own.encode(text, add_special_tokens=False))

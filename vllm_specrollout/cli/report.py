@@ -55,8 +55,10 @@ def report_command(
 ) -> None:
     """Draw a recorded rollout: one HTML page without a network, and tracks for Perfetto."""
     if not _is_address(trace) and not Path(trace).exists():
-        cause = f"`{trace}` cannot be read: No such file or directory"
-        raise ConfigError(cause, "name an existing trace, or the address of a server that records")
+        raise ConfigError(
+            f"`{trace}` cannot be read: No such file or directory",
+            "name an existing trace, or the address of a server that records",
+        )
     if out is None and perfetto is None:
         out = _beside(trace)
     flags.in_range(most_mb, "--most-mb", 1, 1000)
@@ -120,8 +122,10 @@ def _texts(folder: Path) -> Callable[[int], str]:
     try:
         found = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more special
-        cause = f"`--tokenizer` is `{folder}`, whose tokenizer.json cannot be read: {error!s:.200}"
-        raise ConfigError(cause, "name the folder of the recorded model") from None
+        raise ConfigError(
+            f"`--tokenizer` is `{folder}`, whose tokenizer.json cannot be read: {error!s:.200}",
+            "name the folder of the recorded model",
+        ) from None
     return lambda token: found.decode([token], skip_special_tokens=False)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_module
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated
 
@@ -117,19 +118,19 @@ def judge(now: Series, before: Series | None = None) -> Status:
             verdict="off", why="", engines=0, tokens_per_step=None, speedup=None, verified={}, accepted={}, failures={}
         )
 
-    def sums(name: str, label: str = "") -> Counter[str]:
+    def sums(name: str, label: str = "", **among: str) -> Counter[str]:
         total = Counter[str]()
         for series, sign in ((now, 1.0), (before or {}, -1.0)):
-            for labels, value in series.get(name, ()):
+            for labels, value in _among(series, name, among):
                 total[labels.get(label, "")] += sign * value  # type: ignore[assignment]
         return total
 
     steps, tokens = sums("request_steps")[""], sums("output_tokens")[""]
-    took, plain = sums("decode_seconds")[""], sums("plain_seconds")[""]
-    verified, accepted = sums("verified_nodes", "source"), sums("accepted_nodes", "source")
+    took, plain = (sums("decode_seconds", kind=kind)[""] for kind in ("taken", "plain"))
+    verified, accepted = sums("nodes", "source", stage="verified"), sums("nodes", "source", stage="accepted")
     failures = {part: int(count) for part, count in sums("failures", "part").items() if count >= 1}
-    alive = [value for _, value in now.get("drafters_alive", ())]
-    went = [value for _, value in now.get("head_went_back", ())]
+    alive = [value for _, value in _among(now, "drafters_alive", {"where": "worker"})]
+    heads, went = ([value for _, value in _among(now, "head", {"kind": kind})] for kind in ("number", "went_back"))
     speedup = plain / took if took > 0 and plain > 0 else None
     choices = sums("decisions", "choice")
     verdict, why = "idle", ""
@@ -152,10 +153,15 @@ def judge(now: Series, before: Series | None = None) -> Status:
         failures=failures,
         unaccepted=tuple(sorted({own["source"] for own, value in now.get("accepted_nothing", ()) if value})),
         most_tokens={own["source"]: int(value) for own, value in now.get("most_tokens", ())},
-        head=int(max(heads)) if (heads := [value for _, value in now.get("head", ())]) and any(went + heads) else None,
+        head=int(max(heads)) if any(went + heads) else None,
         went_back=int(sum(went)),
         learns=_learns(now),
     )
+
+
+def _among(series: Series, name: str, labels: Mapping[str, str]) -> list[tuple[dict[str, str], float]]:
+    """The series of a metric that have these labels."""
+    return [one for one in series.get(name, ()) if labels.items() <= one[0].items()]
 
 
 def _learns(now: Series) -> str:
@@ -164,10 +170,10 @@ def _learns(now: Series) -> str:
         return ""
     rate = {labels["when"]: value for labels, value in now.get("head_match_rate", ())}
     state = [labels["state"] for labels, value in now["trainer_state"] if value]
-    rows, seconds = (now[name][0][1] for name in ("trainer_rows", "trainer_seconds"))
+    done = {labels["unit"]: value for labels, value in now["trainer_work"]}
     return (
         f"met {rate.get('now', 0.0):.0%} of the time, {rate.get('at publication', 0.0):.0%} at its publication; trainer"
-        f" {state[0] if state else 'resting'}, {rows:.0f} rows in {seconds:.0f} s"
+        f" {state[0] if state else 'resting'}, {done['rows']:.0f} rows in {done['seconds']:.0f} s"
     )
 
 
@@ -187,10 +193,8 @@ def status(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say whether a server's spec rollout is on, whether it pays, and if not, why (exit status 1: off, or failing)."""
-    before = None
-    if over:
-        before = read_metrics(url)
-        time.sleep(over)
+    before = read_metrics(url) if over else None
+    time.sleep(over)
     found = judge(read_metrics(url), before)
     typer.echo(json_module.dumps(asdict(found), indent=2) if json else found.as_text())
     if not found.is_well:

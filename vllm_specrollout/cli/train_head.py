@@ -5,15 +5,16 @@ from __future__ import annotations
 import importlib.util
 import json as json_module
 import shutil
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from vllm_specrollout.cli.prompts import Tokenizer
 from vllm_specrollout.config.checks import check_choice, check_range
 from vllm_specrollout.errors import ConfigError, UnsupportedError
+from vllm_specrollout.replay.dump import Encode
 from vllm_specrollout.training.spot import WORTH
 
 MOST_ROWS = 1 << 30
@@ -57,50 +58,40 @@ def train_head(
     then. Every tenth answer is held out. In the end it says how many drafts would be accepted there.
     """
     _check_installed()
-    from transformers import AutoConfig
-
-    from vllm_specrollout.server.by_hand import HandTraining
-    from vllm_specrollout.training.answer_file import AnswerFile
-    from vllm_specrollout.training.heads import frequent_tokens
-    from vllm_specrollout.training.parent import Duty, numbers_in
-    from vllm_specrollout.training.process import make_head
-
-    learner: dict[str, Any] = {"width": window, "batch_rows": batch_rows, "passes": passes, "loss": loss}
-    learner |= {"feature_weight": feature_weight, "dtype": dtype, "seed": seed} | ({"rate": rate} if rate else {})
+    learner = {
+        **{"width": window, "batch_rows": batch_rows, "passes": passes, "loss": loss, "dtype": dtype, "seed": seed},
+        **{"feature_weight": feature_weight, **({"rate": rate} if rate else {})},
+    }
     _check_learner(method, levels, draft_vocab, judge_rows, learner)
-    config = AutoConfig.from_pretrained(str(target))
-    shape = getattr(config, "text_config", config)
-    duty = Duty(
-        target=str(target),
-        dir=str(out),
-        head=str(start or out / "0"),
-        is_new=start is None,
-        method=method,
-        num_levels=levels,
-        learner=learner,
-        memory_gib=memory_gib,
-        judge_rows=judge_rows,
-    )
-    training = HandTraining(duty, AnswerFile(answers, _encoder(target), shape.vocab_size), shape)
-    if start is None and not (out / "0" / "config.json").exists():
-        drafted = frequent_tokens(training.waiting, shape.vocab_size, draft_vocab) if draft_vocab else None
-        make_head(target, out / "0", method, levels, drafted, seed)
-    number = max(numbers_in(out), default=0) + 1
-    said = _trained(training, number, is_quiet=json)
-    _hand_over(out, number)
+    further = {"method": method, "num_levels": levels, "judge_rows": judge_rows, "memory_gib": memory_gib}
+    training = _begun(target, answers, out, start, draft_vocab, learner=learner, **further)
+    said = _trained(training, out, is_quiet=json)
     _tell(out, start, said, len(training.done), levels, is_json=json)
 
 
-def _encoder(target: Path) -> Callable[[str, bool], list[int]]:
-    """Of a text, and whether it begins a prompt; the tokenizer is loaded once there is a text."""
-    from transformers import AutoTokenizer
+def _begun(target: Path, answers: Path, out: Path, start: Path | None, draft_vocab: int, **asked: Any) -> Any:
+    """A training, with its first head."""
+    from transformers import AutoConfig
 
-    tokenizer = cache(lambda: AutoTokenizer.from_pretrained(str(target)))
+    from vllm_specrollout.server.by_hand import HandTraining
+    from vllm_specrollout.training.heads import frequent_tokens
+    from vllm_specrollout.training.parent import Duty
+    from vllm_specrollout.training.process import make_head
 
-    def encode(text: str, begins: bool) -> list[int]:
-        return list(tokenizer().encode(text, add_special_tokens=begins))
+    config, first = AutoConfig.from_pretrained(str(target)), out / "0"
+    shape = getattr(config, "text_config", config)
+    duty = Duty(target=str(target), dir=str(out), head=str(start or first), is_new=start is None, **asked)
+    training = HandTraining(duty, answers, _encoder(target), shape)
+    if start is None and not (first / "config.json").exists():
+        drafted = frequent_tokens(training.waiting, shape.vocab_size, draft_vocab) if draft_vocab else None
+        make_head(target, first, duty.method, duty.num_levels, drafted, duty.learner["seed"])
+    return training
 
-    return encode
+
+def _encoder(target: Path) -> Encode:
+    """The tokenizer is loaded once there is a text."""
+    tokenizer = cache(Tokenizer)
+    return lambda text, is_prompt: tokenizer(str(target)).encode(text, is_prompt)
 
 
 def _check_learner(method: str, levels: int, draft_vocab: int, judge_rows: int, learner: dict[str, Any]) -> None:
@@ -132,30 +123,32 @@ def _check_installed() -> None:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _trained(training: Any, number: int, *, is_quiet: bool) -> Any:
+def _trained(training: Any, out: Path, *, is_quiet: bool) -> Any:
+    """What the trainer said last; the head is the run's."""
     from rich.console import Console
 
+    from vllm_specrollout.training.parent import numbers_in
+
+    number = max(numbers_in(out), default=0) + 1
     with Console(stderr=True, quiet=is_quiet).status("computing hidden states") as status:
-        return training.train(
+        said = training.train(
             number, lambda said: status.update(f"{said.answers} answers, {said.rows} rows, {said.steps} steps")
         )
-
-
-def _hand_over(out: Path, number: int) -> None:
-    """The head of that number is the run's."""
     for name in ("model.safetensors", "config.json"):
         # config.json last: with it, the folder is a head
         (out / str(number) / name).replace(out / name)
     shutil.rmtree(out / str(number))
+    return said
 
 
 def _tell(out: Path, start: Path | None, said: Any, answers: int, levels: int, *, is_json: bool) -> None:
     # where nothing was better, the head is the one that it was
-    accepted = max(said.own, said.serving)
-    is_useful = accepted >= WORTH * levels
+    is_useful = (accepted := max(said.own, said.serving)) >= WORTH * levels
     if is_json:
-        found = {"head": str(out), "answers": answers, "rows": said.rows, "steps": said.steps, "judged": said.judged}
-        found |= {"levels": levels, "accepted": accepted, "before": said.serving, "is_useful": is_useful}
+        found = {
+            **{"head": str(out), "answers": answers, "rows": said.rows, "steps": said.steps, "judged": said.judged},
+            **{"levels": levels, "accepted": accepted, "before": said.serving, "is_useful": is_useful},
+        }
         typer.echo(json_module.dumps(found))
         return
     typer.echo(

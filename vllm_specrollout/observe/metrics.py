@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm_specrollout import _core
 from vllm_specrollout.config import ALTERNATIVES
@@ -21,11 +22,13 @@ from vllm_specrollout.types import (
     SOURCES,
     Answer,
     DraftLimits,
+    IntArray,
     RequestBatch,
     RequestView,
     StepPlan,
     StepRecord,
     TreeBatch,
+    VerifyResult,
 )
 
 logger = logging.getLogger("vllm.specrollout")
@@ -59,9 +62,13 @@ class Metric:
 
 
 METRICS = (
-    Metric("drafted_nodes", "counter", "Draft nodes that drafters proposed, by drafter.", ("source",)),
-    Metric("verified_nodes", "counter", "Draft nodes sent to the target, by drafter.", ("source",)),
-    Metric("accepted_nodes", "counter", "Draft nodes that the target accepted, by drafter.", ("source",)),
+    Metric("nodes", "counter", "Draft nodes that were drafted, verified, accepted, by drafter.", ("stage", "source")),
+    Metric(
+        "context_nodes",
+        "counter",
+        "Draft nodes that were verified and accepted, by the least tokens of prompt and answer before them.",
+        ("stage", "context"),
+    ),
     Metric("decisions", "counter", "Steps the budget decided on, by what it chose and why.", ("choice", "reason")),
     Metric("is_on", "gauge", "Whether the budget drafts at present: 1 or 0."),
     Metric(
@@ -74,19 +81,26 @@ METRICS = (
     ),
     Metric("request_steps", "counter", "Decode steps of all requests together, with drafts or without."),
     Metric("output_tokens", "counter", "Tokens that these steps yielded."),
-    Metric("decode_seconds", "counter", "Seconds that these steps took.", (), (), THOUSANDTHS * THOUSANDTHS),
     Metric(
-        "plain_seconds",
+        "decode_seconds",
         "counter",
-        "Seconds that plain steps would have taken for the same tokens, by the budget's estimate.",
-        (),
+        "Seconds that these steps took, and that plain ones would have for the same tokens, by the budget's estimate.",
+        ("kind",),
         (),
         THOUSANDTHS * THOUSANDTHS,
     ),
-    Metric("decoupled_drafters", "gauge", "Drafters in processes of their own that are ready to draft."),
-    Metric("decoupled_trees", "counter", "Draft trees that came from drafters in processes of their own."),
-    Metric("decoupled_wasted_nodes", "counter", "Their nodes behind a first choice that the target did not take."),
-    Metric("drafters_alive", "gauge", "Drafters that are asked; those that failed and wait to be tried again are not."),
+    Metric(
+        "decoupled",
+        "counter",
+        "Of drafters in processes of their own: draft trees, and nodes behind a first choice that was not taken.",
+        ("kind",),
+    ),
+    Metric(
+        "drafters_alive",
+        "gauge",
+        "Drafters that are asked, in the worker, and those ready in processes of their own.",
+        ("where",),
+    ),
     Metric(
         "most_tokens",
         "gauge",
@@ -99,11 +113,9 @@ METRICS = (
         "1: of the drafter's nodes (`all`: of anybody's) none was accepted since the target's last weights.",
         ("source",),
     ),
-    Metric("head", "gauge", "Number of the head that drafts: how many were loaded before it, and it, since the start."),
-    Metric("head_went_back", "gauge", "How often a new head was worse, and the one before it came back."),
+    Metric("head", "gauge", "Number of the head that drafts, and how often a new one was worse.", ("kind",)),
     Metric("self_checks", "counter", "Parts of the engine's check of itself at its start.", ("part", "result")),
-    Metric("withheld_checked", "counter", "Tokens of withheld verdicts that were compared with plain decoding."),
-    Metric("withheld_differing", "counter", "Tokens of withheld verdicts that plain decoding did not find again."),
+    Metric("withheld_tokens", "counter", "Tokens of withheld verdicts, beside those of plain decoding.", ("result",)),
     Metric(
         "head_match_rate",
         "gauge",
@@ -113,20 +125,22 @@ METRICS = (
         THOUSANDTHS,
     ),
     Metric("trainer_state", "gauge", "1: what the trainer of the head does.", ("state",)),
-    Metric("trainer_rows", "gauge", "Rows that the trainer has learned from."),
-    Metric("trainer_seconds", "gauge", "Seconds that it has trained."),
+    Metric("trainer_work", "gauge", "Rows that it has learned from, and seconds that it took.", ("unit",)),
     Metric("failures", "counter", "Failures that cost drafts and nothing else, by what failed.", ("part",)),
 )
 
 
 EVERY = 16
 """Steps without drafts after which their counts are told."""
-_DRAFTED, _VERIFIED, _ACCEPTED = 0, 1, 2
-_BY_SOURCE = ("drafted_nodes", "verified_nodes", "accepted_nodes")
+CONTEXTS = (0, 1024, 4096, 16384, 65536)
+"""Least tokens of the contexts that are told apart."""
+_DRAFTED, _VERIFIED, _ACCEPTED, _OF_CONTEXTS = 0, 1, 2, 3
+_NODES = ("nodes/drafted", "nodes/verified", "nodes/accepted", "context_nodes/verified", "context_nodes/accepted")
 LEAST_NODES = 4096
 """Verified under the same weights: of fewer nothing is said, though none was accepted."""
 ALL = "all"
 _OF_TRAINER = ("head_match_rate/", "trainer_")
+_WORK = {"trainer_rows": "trainer_work/rows", "trainer_seconds": "trainer_work/seconds"}
 
 
 @dataclass(slots=True)
@@ -216,8 +230,8 @@ class Metrics(Listener):
         """
         self._signs = Signs() if signs is None else signs
         self._sources = tuple(sources)
-        # [_BY_SOURCE, SOURCES] nodes
-        self._nodes = np.zeros((len(_BY_SOURCE), SOURCES), np.int64)
+        # [_NODES, SOURCES] nodes, by source and then by context
+        self._nodes = np.zeros((len(_NODES), SOURCES), np.int64)
         # those that have got their names, since the engine began
         self._named = np.zeros_like(self._nodes)
         # [SOURCES] nodes whose parents were accepted, since the engine began
@@ -278,22 +292,24 @@ class Metrics(Listener):
                 version = record.batch.views[0].weights_version
                 if version != self._version:
                     self._version, self._since[:] = version, 0
+                self._nodes[_OF_CONTEXTS:, : len(CONTEXTS)] += by_context(record.batch, trees, result)
             self._since += ((*verified, verified.sum()), (*accepted, accepted.sum()))
             self._watch()
         self._gain.add(record)
         self.total.add(record)
         self._signs.stepped(record)
         plan, timing = record.plan, record.timing
-        if plan is None or timing is None or not (plan.expected_ms > 0.0 and timing.step_ms > 0.0):
-            return
         # a step that the scheduler cut, or that computed a prompt too, is not the one that was predicted
-        if timing.is_decode_only and timing.nodes == plan.trees.num_nodes:
-            error = abs(plan.expected_ms - timing.step_ms) / timing.step_ms
-            self._add(f"cost_error/{round(error * THOUSANDTHS)}", 1)
+        if (
+            (plan is not None and timing is not None)
+            and (plan.expected_ms > 0.0 and timing.step_ms > 0.0)
+            and (timing.is_decode_only and timing.nodes == plan.trees.num_nodes)
+        ):
+            self._add(f"cost_error/{round(abs(plan.expected_ms / timing.step_ms - 1.0) * THOUSANDTHS)}", 1)
 
     def compared(self, checked: int, differing: int) -> None:
-        self._add("withheld_checked", checked)
-        self._add("withheld_differing", differing)
+        self._add("withheld_tokens/same", checked - differing)
+        self._add("withheld_tokens/differing", differing)
 
     def failed(self, part: str) -> None:
         self._add(f"failures/{part.replace('/', ' per ')}", 1)
@@ -302,7 +318,7 @@ class Metrics(Listener):
         self._add(f"self_checks/{part}/{result}", 1)
 
     def drafters_alive(self, count: int) -> None:
-        self._counts["drafters_alive"] = count
+        self._counts["drafters_alive/worker"] = count
 
     def bounded(self, name: str, most: int) -> None:
         """A drafter drafts for no request that is longer."""
@@ -311,13 +327,13 @@ class Metrics(Listener):
 
     def head(self, number: int, went_back: int) -> None:
         """Another head drafts."""
-        self._counts.update(head=number, head_went_back=went_back)
+        self._counts.update({"head/number": number, "head/went_back": went_back})
 
     def elsewhere(self, alive: int, trees: int, wasted: int) -> None:
         """Of drafters in processes of their own: how many are ready, and what has come since this was told last."""
-        self._counts["decoupled_drafters"] = alive
-        self._add("decoupled_trees", trees)
-        self._add("decoupled_wasted_nodes", wasted)
+        self._counts["drafters_alive/process"] = alive
+        self._add("decoupled/trees", trees)
+        self._add("decoupled/wasted_nodes", wasted)
 
     def nodes_of(self, sources: Collection[str]) -> tuple[int, int]:
         """Nodes of these drafters that were verified, and that were accepted, since the engine began."""
@@ -333,7 +349,7 @@ class Metrics(Listener):
     def told(self, trainer: Mapping[str, int]) -> None:
         """What the trainer of a head does; of what it tells, gauges are shown."""
         self.trainer = dict(trainer)
-        self._counts.update((name, one) for name, one in trainer.items() if name.startswith(_OF_TRAINER))
+        self._counts.update((_WORK.get(name, name), n) for name, n in trainer.items() if name.startswith(_OF_TRAINER))
 
     def take_if_due(self) -> dict[str, int]:
         """`take`, behind a step with drafts and behind every 16th of those without: telling takes as long as a
@@ -343,18 +359,21 @@ class Metrics(Listener):
     def take(self) -> dict[str, int]:
         """The counts so far, which are forgotten here."""
         self._untold = 0
-        self._name_nodes()
         self._name_decisions()
-        counts, self._counts = self._counts, {}
-        self._take_gain(counts)
-        return counts
-
-    def _take_gain(self, counts: dict[str, int]) -> None:
-        gain, self._gain = self._gain, Gain()
+        for row, i in np.argwhere(self._nodes).tolist():
+            names = self._sources if row < _OF_CONTEXTS else CONTEXTS
+            self._add(f"{_NODES[row]}/{names[i] if i < len(names) else 'unknown'}", int(self._nodes[row, i]))
+        self._named += self._nodes
+        self._nodes[:] = 0
+        counts, gain, self._counts, self._gain = self._counts, self._gain, {}, Gain()
         if gain.request_steps:
-            counts["request_steps"], counts["output_tokens"] = gain.request_steps, gain.output_tokens
-            counts["decode_seconds"] = round(gain.spent_ms * THOUSANDTHS)
-            counts["plain_seconds"] = round(gain.plain_ms * THOUSANDTHS)
+            counts |= {
+                "request_steps": gain.request_steps,
+                "output_tokens": gain.output_tokens,
+                "decode_seconds/taken": round(gain.spent_ms * THOUSANDTHS),
+                "decode_seconds/plain": round(gain.plain_ms * THOUSANDTHS),
+            }
+        return counts
 
     def _watch(self) -> None:
         """Say of whom nothing was accepted under these weights: once, until something is, or others come."""
@@ -376,14 +395,6 @@ class Metrics(Listener):
     def _drafter(self, source: int) -> str:
         name = self._sources[source] if source < len(self._sources) else ALL if source == SOURCES else "unknown"
         return name.removesuffix(ALTERNATIVES)
-
-    def _name_nodes(self) -> None:
-        """The nodes counted so far get their names."""
-        for row, source in np.argwhere(self._nodes).tolist():
-            name = self._sources[source] if source < len(self._sources) else "unknown"
-            self._add(f"{_BY_SOURCE[row]}/{name}", int(self._nodes[row, source]))
-        self._named += self._nodes
-        self._nodes[:] = 0
 
     def _decided(self, is_on: bool, reason: str) -> None:
         decision = (is_on, reason)
@@ -410,6 +421,16 @@ class Metrics(Listener):
     def _add(self, key: str, count: int) -> None:
         if count:
             self._counts[key] = self._counts.get(key, 0) + count
+
+
+def by_context(batch: RequestBatch, trees: TreeBatch, result: VerifyResult) -> list[npt.NDArray[np.int64]]:
+    """[2, CONTEXTS] nodes verified and accepted, by the tokens that their requests had when they were drafted."""
+    tokens: IntArray | list[int] = batch.num_tokens
+    if batch.request_ids != trees.request_ids:
+        known = dict(zip(batch.request_ids, batch.num_tokens.tolist(), strict=True))
+        tokens = [known.get(name, 0) for name in trees.request_ids]
+    at = np.searchsorted(CONTEXTS, tokens, "right") - 1
+    return [np.bincount(np.repeat(at, n), minlength=len(CONTEXTS)) for n in (trees.sizes, result.num_accepted)]
 
 
 def encode(counts: Mapping[str, int]) -> dict[str, int]:

@@ -1,14 +1,17 @@
 """Dumps: answers of rollouts as their user kept them, JSON lines of token ids or texts.
 
 What belongs here: which fields a line may have, and which lines were one rollout. Texts become tokens by a function
-that is given. Lines may be as verl's `trainer.rollout_data_dir` and `specrollout bench grpo --trace` have them.
+that is given. Lines may be as verl's `trainer.rollout_data_dir` and `specrollout bench grpo --trace` have them. A
+rollout may still be writing: a last line without its end is no answer yet, unless it is whole.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ Encode = Callable[[Any, bool], Sequence[int]]
 MOST_ANSWERS = 1 << 20
 _FIELDS = (
     '{"prompt_token_ids": [...], "token_ids": [...]} or {"prompt": TEXT, "answer": TEXT},'
-    " and beside them `problem_id`, `epoch` and `step`, or none of these"
+    " and beside them `problem_id`, `epoch`, `step` and the weights' `version`, or none of these"
 )
 
 
@@ -49,12 +52,15 @@ class _Line(msgspec.Struct, frozen=True):
     epoch: Count | None = None
     # of training: its lines were generated together
     step: Count | None = None
+    # of the weights that answered; 0: not told
+    version: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DumpedAnswer:
     """An answer, and to what."""
 
+    # without one, the prompt tells the problem
     problem_id: str
     # [P], [A] int32: tokens of the prompt and of the answer
     prompt: IntArray
@@ -80,20 +86,39 @@ def read_dump(path: Path, encode: Encode | None = None) -> list[DumpedRollout]:
         DumpError: it cannot be read, a line is none, or it holds no answer.
         ConfigError: a line has texts, and there is no `encode`.
     """
-    lines, told = list[_Line](), list[DumpedAnswer]()
-    problems: dict[bytes, str] = {}
-    for number, text in _numbered(path):
-        line = _decoded(path, number, text, lines)
-        prompt, answer = _tokens(path, number, line, encode)
-        if not len(answer):
-            continue
-        lines.append(line)
-        # without an id, the prompt tells the problem
-        own = problems.setdefault(prompt.tobytes(), f"prompt {len(problems) + 1}")
-        told.append(DumpedAnswer(own if line.problem_id is None else str(line.problem_id), prompt, answer))
+    told = [(line, one) for _, line, one in read_answers(path, encode)]
     if not told:
         raise DumpError(f"`{path}` holds no answer", f"give a line for each answer: {_FIELDS}")
-    return list(_rollouts(lines, told))
+    return list(_rollouts(told))
+
+
+def read_answers(
+    path: Path, encode: Encode | None = None, after: int = 0, vocab_size: int = 1 << 31
+) -> list[tuple[int, _Line, DumpedAnswer]]:
+    """The answers of a dump that have a token, each behind its line and that one's number; there may be none.
+
+    Args:
+        after: number of a line; those up to it were read before.
+        vocab_size: every token lies below it.
+
+    Raises:
+        DumpError, ConfigError: as `read_dump`.
+    """
+    told, problems = list[tuple[int, _Line, DumpedAnswer]](), dict[bytes, str]()
+    for number, text in dropwhile(lambda one: one[0] <= after, _numbered(path)):
+        line = _decoded(path, number, text, told)
+        prompt, answer = _tokens(path, number, line, encode)
+        if (most := max(prompt.max(), answer.max(initial=0))) >= vocab_size:
+            raise DumpError(
+                f"line {number} of `{path}` has the token {most}, and the model has {vocab_size}",
+                "give the answers of this model",
+            )
+        if len(answer):
+            own = problems.setdefault(prompt.tobytes(), f"prompt {len(problems) + 1}")
+            told.append(
+                (number, line, DumpedAnswer(own if line.problem_id is None else str(line.problem_id), prompt, answer))
+            )
+    return told
 
 
 def _numbered(path: Path) -> Iterable[tuple[int, bytearray]]:
@@ -102,24 +127,29 @@ def _numbered(path: Path) -> Iterable[tuple[int, bytearray]]:
     for last, line in enumerate(lines, start=1):
         if line.strip():
             yield last, line
-    # a file of an editor has no end of its last line
-    if lines.rest.strip():
+    # a file of an editor has no end of its last line; what is still being written is no JSON yet
+    with suppress(msgspec.DecodeError, RecursionError):
+        msgspec.json.decode(lines.rest)
         yield last + 1, lines.rest
 
 
-def _decoded(path: Path, number: int, text: bytearray, before: Sequence[_Line]) -> _Line:
+def _decoded(path: Path, number: int, text: bytearray, before: Sequence[tuple[int, _Line, DumpedAnswer]]) -> _Line:
     if number == 1 and MAGIC.encode() in text[:64]:
-        cause = f"`{path}` is a recorded trace: it holds no prompts"
-        raise DumpError(cause, f"run `specrollout replay {path}`, or give a file with prompts and answers")
+        raise DumpError(
+            f"`{path}` is a recorded trace: it holds no prompts",
+            f"run `specrollout replay {path}`, or give a file with prompts and answers",
+        )
     try:
         line = msgspec.json.decode(text, type=_Line)
     except (msgspec.DecodeError, RecursionError) as error:
         raise DumpError(f"line {number} of `{path}` is no answer: {error!s:.200}", f"write {_FIELDS}") from None
     for name in ("epoch", "step"):
-        if before and (getattr(line, name) is None) != (getattr(before[0], name) is None):
+        if before and (getattr(line, name) is None) != (getattr(before[0][1], name) is None):
             has, first = ("no", "one") if getattr(line, name) is None else ("a", "none")
-            cause = f"line {number} of `{path}` has {has} `{name}`, and the first answer has {first}"
-            raise DumpError(cause, f"give `{name}` in every line, or in none")
+            raise DumpError(
+                f"line {number} of `{path}` has {has} `{name}`, and the first answer has {first}",
+                f"give `{name}` in every line, or in none",
+            )
     if len(before) >= MOST_ANSWERS:
         raise DumpError(f"`{path}` holds more than {MOST_ANSWERS} answers", "give its last epochs alone")
     return line
@@ -136,11 +166,12 @@ def _tokens(path: Path, number: int, line: _Line, encode: Encode | None) -> tupl
         raise DumpError(f"line {number} of `{path}` has no {missing}", f"write {_FIELDS}")
     found = []
     for name, ids, text in pairs:
-        if ids is None and encode is None:
-            cause = f"line {number} of `{path}` has its {name} as {shown(text)}, and no model is named"
-            raise ConfigError(cause, f"name the model, whose tokenizer is needed: `try MODEL --from {path}`")
         if ids is None:
-            assert encode is not None
+            if encode is None:
+                raise ConfigError(
+                    f"line {number} of `{path}` has its {name} as {shown(text)}, and no model is named",
+                    f"name the model, whose tokenizer is needed: `try MODEL --from {path}`",
+                )
             ids = list(encode(text, name == "prompt"))
         found.append(np.asarray(ids, np.int32))
     if not len(found[0]):
@@ -148,10 +179,10 @@ def _tokens(path: Path, number: int, line: _Line, encode: Encode | None) -> tupl
     return found[0], found[1]
 
 
-def _rollouts(lines: Sequence[_Line], told: Sequence[DumpedAnswer]) -> Iterable[DumpedRollout]:
+def _rollouts(told: Sequence[tuple[_Line, DumpedAnswer]]) -> Iterable[DumpedRollout]:
     """Lines of one epoch and step are one rollout; who tells no epoch is in that which its problems say."""
     groups: dict[tuple[int, int], list[DumpedAnswer]] = {}
-    for line, one in zip(lines, told, strict=True):
+    for line, one in told:
         groups.setdefault((line.epoch or 0, line.step or 0), []).append(one)
     seen: Counter[str] = Counter()
     for (epoch, _), answers in sorted(groups.items()):
@@ -160,4 +191,4 @@ def _rollouts(lines: Sequence[_Line], told: Sequence[DumpedAnswer]) -> Iterable[
         seen.update(problems)
         # of equally many, the later one
         guess = 1 + max(before, key=lambda times: (before[times], times))
-        yield DumpedRollout(guess if lines[0].epoch is None else epoch, tuple(answers))
+        yield DumpedRollout(guess if told[0][0].epoch is None else epoch, tuple(answers))

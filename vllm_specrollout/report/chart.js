@@ -252,5 +252,5 @@ function requestText(request) {
   return `request ${request}${problemName(request) ? `, problem ${problemName(request)}` : ""}\n`
     + `${count(r.tokens[request])} tokens in ${count(r.steps[request])} steps: ${speedText(r.speed[request])} per step\n`
     + `${percent(r.accepted[request], r.verified[request])} of ${count(r.verified[request])} nodes accepted\n`
-    + `from ${seconds(r.begin[request])} to ${seconds(r.end[request])}, ${r.statuses[r.status[request]]}`;
+    + `from ${seconds(r.begin[request])} to ${seconds(r.end[request])}, ${ending(request)}`;
 }

@@ -5,6 +5,8 @@ let D = null;
 let N = 0;
 
 const $ = (id) => document.getElementById(id);
+/** How a request ended; behind it, if its answer looks like one that repeats itself. */
+const ending = (i) => D.requests.statuses[D.requests.status[i]] + (D.requests.looping[i] ? ", looping?" : "");
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 
 async function unpack(id) {

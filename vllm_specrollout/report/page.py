@@ -9,10 +9,10 @@ longer fits into the page is left out, trees before steps.
 from __future__ import annotations
 
 import base64
+import gzip
 import html
 import re
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ SPEED = 10
 """The mean tokens per step of a part are kept in tenths, in a byte."""
 MOST_MB = 29
 """Megabytes of a page, which a browser opens in a second or two."""
+LOOPING, RUN = 0.5, 8
+"""Share of the median's misses that a looping answer has less of, and of its runs of tokens that came before."""
 _BLOCK_ROWS = 1 << 11
 # more than where a request's blocks are takes in the summary, and than what stands around a block
 _PLACE_BYTES, _AROUND_BYTES = 12, 64
@@ -74,13 +76,12 @@ def page_of(
 
 def summary_of(trace: Trace, table: Walk, steps: Steps, name: str) -> dict[str, Any]:
     """All that the page shows without a look at a single request."""
-    header = trace.header
     facts = {
-        key: getattr(header, key)
+        key: getattr(trace.header, key)
         for key in ("model", "runner", "budget", "shape", "max_num_seqs", "max_draft_tokens", "max_depth")
     }
     num_drafters = table.proposed_by.shape[1]
-    named = [*header.drafters, *(f"drafter {i}" for i in range(len(header.drafters), num_drafters))]
+    named = [*trace.header.drafters, *(f"drafter {i}" for i in range(len(trace.header.drafters), num_drafters))]
     return {
         "format": FORMAT,
         "file": name,
@@ -111,8 +112,9 @@ def _requests(trace: Trace, table: Walk) -> dict[str, Any]:
     counts, has_rows = np.diff(table.start), np.diff(table.start) > 0
     last = np.where(has_rows, table.start[1:] - 1, 0)
     rows = table.step if len(table.step) else np.zeros(1, np.int32)
-    problems: dict[str, int] = {}
-    statuses: dict[str, int] = {}
+    problems, statuses = dict[str, int](), dict[str, int]()
+    verified, accepted = _by_request(table, table.nodes), _by_request(table, table.accepted)
+    missed = (1 + verified - accepted) / (1 + verified)
     ends = [trace.ends.get(arrival.request) for arrival in trace.arrivals]
     columns = {
         "problem": [problems.setdefault(arrival.problem_id, len(problems)) for arrival in trace.arrivals],
@@ -123,8 +125,13 @@ def _requests(trace: Trace, table: Walk) -> dict[str, Any]:
         "first": rows[np.where(has_rows, table.start[:-1], 0)].tolist(),
         "last": rows[last].tolist(),
         "drafted": _by_request(table, table.nodes > 0).tolist(),
-        "verified": _by_request(table, table.nodes).tolist(),
-        "accepted": _by_request(table, table.accepted).tolist(),
+        "verified": verified.tolist(),
+        "accepted": accepted.tolist(),
+        # drafts miss half as often as the median request's, and half of the answer repeats itself
+        "looping": [
+            bool(is_far) and end is not None and repeats(end.token_ids) > LOOPING
+            for is_far, end in zip(missed < LOOPING * np.median(missed if ends else 1.0), ends, strict=True)
+        ],
         # versions that its first and its last token came of
         "weights": [arrival.weights_version for arrival in trace.arrivals],
         "last_weights": [
@@ -133,6 +140,12 @@ def _requests(trace: Trace, table: Walk) -> dict[str, Any]:
         ],
     }
     return {**columns, "problems": list(problems), "statuses": list(statuses)}
+
+
+def repeats(token_ids: Sequence[int]) -> float:
+    """Share of an answer's runs of `RUN` tokens that stand in it before."""
+    runs = [tuple(token_ids[i : i + RUN]) for i in range(len(token_ids) - RUN + 1)]
+    return 1.0 - len(set(runs)) / max(len(runs), 1)
 
 
 def _words(trace: Trace, text_of: Callable[[int], str]) -> dict[str, str]:
@@ -238,8 +251,7 @@ def _tenths(values: np.ndarray) -> list[float]:
 
 
 def _packed(value: dict[str, Any]) -> str:
-    packer = zlib.compressobj(6, wbits=31)
-    return _base64(packer.compress(msgspec.json.encode(value)) + packer.flush())
+    return _base64(gzip.compress(msgspec.json.encode(value), 6, mtime=0))
 
 
 def _base64(data: bytes) -> str:
@@ -247,15 +259,11 @@ def _base64(data: bytes) -> str:
 
 
 def _assembled(name: str, islands: Sequence[tuple[str, str]]) -> str:
-    def scripts() -> Iterator[str]:
-        for script in _SCRIPTS:
-            yield (_HERE / script).read_text(encoding="utf-8")
-
     parts = {
         "title": html.escape(name),
         "style": (_HERE / "page.css").read_text(encoding="utf-8"),
         "data": "\n".join(f'<script type="text/plain" id="{key}">{text}</script>' for key, text in islands),
-        "script": "\n".join(scripts()),
+        "script": "\n".join((_HERE / script).read_text(encoding="utf-8") for script in _SCRIPTS),
     }
     template = (_HERE / "page.html").read_text(encoding="utf-8")
     return re.sub(r"<!-- (title|style|data|script) -->", lambda found: parts[found[1]], template)

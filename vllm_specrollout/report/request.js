@@ -17,7 +17,7 @@ async function openRequest(request) {
     ["accepted", `${count(r.accepted[request])} of ${count(r.verified[request])} nodes`
       + ` (${percent(r.accepted[request], r.verified[request])})`],
     ["time", `${seconds(r.begin[request])} to ${seconds(r.end[request])}`],
-    ["status", r.statuses[r.status[request]]],
+    ["status", ending(request)],
   ];
   const [weights, last] = [r.weights[request], r.last_weights[request]];
   if (last) told.push(["weights", weights === last ? `version ${last}` : `versions ${weights} to ${last}`]);

@@ -12,7 +12,7 @@ const COLUMNS = [
     (i) => percent(D.requests.accepted[i], D.requests.verified[i])],
   ["begin", (i) => D.requests.begin[i], (i) => seconds(D.requests.begin[i])],
   ["end", (i) => D.requests.end[i], (i) => seconds(D.requests.end[i])],
-  ["status", (i) => D.requests.statuses[D.requests.status[i]], (i) => D.requests.statuses[D.requests.status[i]]],
+  ["status", ending, ending],
 ];
 // who ended last, first
 const table = { order: [], by: 8, falls: true };

@@ -122,8 +122,10 @@ class _Walker:
         count = len(self._runs)
         for number in _named(step):
             if number >= count:
-                cause = f"the trace speaks of request {number}, and {count} have arrived"
-                raise TraceError(cause, "record it again; the file was changed, or is not a recorder's")
+                raise TraceError(
+                    f"the trace speaks of request {number}, and {count} have arrived",
+                    "record it again; the file was changed, or is not a recorder's",
+                )
 
     def _sources(self, before: Step, step: Step) -> tuple[Ints, Ints]:
         """Nodes of each drafter: proposed for the step, and accepted in it."""

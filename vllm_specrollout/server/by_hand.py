@@ -9,11 +9,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from vllm_specrollout.errors import SpecRolloutError, UnsupportedError
+from vllm_specrollout.replay.dump import Encode, read_answers
 from vllm_specrollout.server.prefill import requests_of
-from vllm_specrollout.training.answer_file import AnswerFile
 from vllm_specrollout.training.answers import KeptAnswer, key_of
 from vllm_specrollout.training.parent import Duty, Said, TrainerProcess
 
@@ -25,17 +28,20 @@ class HandTraining:
     """
     Args:
         duty: of the trainer; the engine computes what its head takes in.
-        file: of answers.
+        answers: a dump, which a rollout may still be writing.
+        encode: makes tokens of its texts.
         target: configuration of the target.
         given: further arguments of the `LLM`.
 
     Raises:
         UnsupportedError: the file holds no answer.
+        DumpError: it cannot be read, or a line is none.
     """
 
-    def __init__(self, duty: Duty, file: AnswerFile, target: Any, **given: Any) -> None:
-        self._duty, self._file, self._target, self._given = duty, file, target, given
-        self.waiting = file.unread()
+    def __init__(self, duty: Duty, answers: Path, encode: Encode, target: Any, **given: Any) -> None:
+        self._duty, self._file, self._encode, self._target, self._given = duty, answers, encode, target, given
+        self.waiting, self._read = list[KeptAnswer](), 0
+        self._hear()
         if not self.waiting:
             raise UnsupportedError("the file holds no answer", "write a line for each answer first")
         self.done: dict[int, KeptAnswer] = {}
@@ -76,8 +82,9 @@ class HandTraining:
                 until(lambda said: not said.has_more or said.ended > 0)
                 trainer.tell(is_halted=True)
             if not (judged := trainer.said).judged:
-                cause = f"none of {len(self.done)} answers is held out to judge by; one of ten is"
-                raise UnsupportedError(cause, "give more answers")
+                raise UnsupportedError(
+                    f"none of {len(self.done)} answers is held out to judge by; one of ten is", "give more answers"
+                )
             trainer.tell(publish=number)
             if until(lambda said: number in (said.published, said.failed)).failed == number:
                 raise SpecRolloutError(trainer.said.error, "see to the disk, and start again: nothing is lost")
@@ -87,9 +94,15 @@ class HandTraining:
             if self._llm is not None:
                 self._llm.llm_engine.engine_core.shutdown()
 
+    def _hear(self) -> None:
+        """The lines that came since."""
+        new = read_answers(self._file, self._encode, self._read, self._target.vocab_size)
+        for self._read, line, one in new:
+            self.waiting.append(KeptAnswer(np.concatenate((one.prompt, one.answer)), len(one.prompt), line.version))
+
     def _portion(self) -> list[KeptAnswer]:
         """The next answers, as many as the memory takes; those of the newest two versions."""
-        self.waiting += self._file.unread()
+        self._hear()
         newest = max((one.version for one in self.waiting), default=0)
         rows = int(self._duty.memory_gib * (1 << 30) / (4 * 4 * self._target.hidden_size))
         chosen: list[KeptAnswer] = []
@@ -103,8 +116,7 @@ class HandTraining:
 
     def _compute(self, trainer: TrainerProcess, answers: list[KeptAnswer]) -> None:
         """The trainer has the answers' rows afterwards; one that is longer than the target's context lacks its end."""
-        longest = max(len(one.token_ids) for one in answers) + 1
-        if self._llm is None or longest > self._length:
+        if (longest := max(len(one.token_ids) for one in answers) + 1) > self._length:
             self._begin(longest)
         found = self._llm.collective_rpc("spec_rollout_answers", args=(trainer.duty.rows, 1))[0]
         most, before = self._length - 1, trainer.hear().answers
@@ -123,10 +135,18 @@ class HandTraining:
         if self._llm is not None:
             self._llm.llm_engine.engine_core.shutdown()
         self._length = min(getattr(self._target, "max_position_embeddings", length), max(2 * length, _CONTEXT))
-        head = {"method": "eagle3", "model": self._duty.head, "num_speculative_tokens": 2}
-        own = {"drafters": ["ngram"], "profile": "off", "train": {"prefill_tokens": 1 << 14}}
+        own: dict[str, Any] = {"drafters": ["ngram"], "profile": "off", "train": {"prefill_tokens": 1 << 14}}
         if self._duty.method == "eagle3":
-            own["speculative_config"] = head
-        # the trainer has its share of a GPU beside it
-        given = {"gpu_memory_utilization": 0.5, "enforce_eager": True, "enable_prefix_caching": False, **self._given}
-        self._llm = LLM(self._duty.target, max_model_len=self._length, additional_config={"spec_rollout": own}, **given)
+            own |= {"speculative_config": {"method": "eagle3", "model": self._duty.head, "num_speculative_tokens": 2}}
+        self._llm = LLM(
+            **{
+                "model": self._duty.target,
+                "max_model_len": self._length,
+                "additional_config": {"spec_rollout": own},
+                "enforce_eager": True,
+                "enable_prefix_caching": False,
+                # the trainer has its share of a GPU beside it
+                "gpu_memory_utilization": 0.5,
+                **self._given,
+            }
+        )

@@ -279,10 +279,9 @@ class HeadLearning:
         yield Call("spec_rollout_head", (self.as_dict(),))
 
     def as_dict(self) -> dict[str, int]:
-        """What is shown of head and trainer; all but numbers of heads by names of `observe.metrics`."""
+        """What is shown of head and trainer; `observe.metrics` shows it by names of its own."""
         said = None if self._trainer is None else self._trainer.said
-        is_learning = self._trainer is not None and self._heard().trainer.is_learning
-        state = "training" if self._trains else "halted" if is_learning else "resting"
+        state = "training" if self._trains else "halted" if said and self._heard().trainer.is_learning else "resting"
         return {
             "number": self.number,
             "parent": self.parent,
@@ -354,7 +353,7 @@ def learn(llm: Any, seconds: float = 60.0) -> dict[str, int]:
 
     Returns:
         "number" of the head that drafts, and of its "parent"; times that it "went_back"; and what the metrics
-        `head_match_rate` and `trainer_*` say.
+        `head_match_rate`, `trainer_state` and `trainer_work` say.
 
     Raises:
         ConfigError, UnsupportedError: it is no such engine, or its answers cannot be computed once more.
@@ -399,12 +398,16 @@ def prepared(config: SpecRolloutConfig, target: str) -> SpecRolloutConfig:
     if config.train.mode != "auto":
         return config
     if importlib.util.find_spec("speculators") is None:
-        cause = "`train` is `auto`, and its trainer needs `speculators`, which is not installed"
-        raise UnsupportedError(cause, 'run `pip install "vllm-specrollout[train]"`, or leave `train` out')
+        raise UnsupportedError(
+            "`train` is `auto`, and its trainer needs `speculators`, which is not installed",
+            'run `pip install "vllm-specrollout[train]"`, or leave `train` out',
+        )
     given = config.speculative_config
     if given is not None and given.get("method") not in ("eagle", "eagle3"):
-        cause = f"`train` is `auto`, and the model that drafts has method {given.get('method')!r}"
-        raise ConfigError(cause, "name the method `eagle` or `eagle3`, or leave `speculative_config` out")
+        raise ConfigError(
+            f"`train` is `auto`, and the model that drafts has method {given.get('method')!r}",
+            "name the method `eagle` or `eagle3`, or leave `speculative_config` out",
+        )
     name = os.path.realpath(target) if os.path.exists(target) else target
     key = hashlib.blake2b(f"{name}\n{(given or {}).get('model', '')}".encode(), digest_size=8).hexdigest()
     folder = Path(config.train.dir or envs.cache_dir() / "heads" / key)

@@ -1,4 +1,4 @@
-"""Rows of this host: whether one has the same bits when it is computed alone and among others.
+"""Rows of this host: whether one has the same bits when it is computed alone and among others, and what it costs.
 
 Exactness at level B rests on it (docs/concepts/exactness.md), and nobody promises it: on CPUs with AMX, vLLM's bfloat16
 attention rounds by how many rows a query has. So an engine asks once, at its start, of its own shapes; `specrollout
@@ -8,12 +8,16 @@ doctor` asks of usual ones.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import reduce
+from statistics import median
 
 import torch
 from vllm import _custom_ops as ops
 from vllm import envs
+from vllm.platforms import current_platform
 
 _CONTEXT = 70
 """Keys before the first row: more than two blocks, and no multiple of anything."""
@@ -27,6 +31,9 @@ shape: so all numbers are asked, of products small enough to be run so often."""
 _SMALL = 1 << 22
 """Weights of a product that is asked at all numbers: it takes some tenths of a second."""
 _USUAL_WIDTH = 2048
+TIMED = (1, 2, 4, 8, 16, 32, 64)
+"""Rows that are timed; and of what, so that weights lie in no cache: 200 MB of them."""
+_TIMED_WIDTH, _TIMED_PRODUCTS, _ROUNDS = 4096, 6, 9
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 
@@ -138,12 +145,38 @@ def ask_host(dtype_name: str) -> RowsAlike:
     """
     os.environ.setdefault("VLLM_CPU_ATTN_SPLIT_KV", "0")  # as every engine with spec rollout has it
     dtype = getattr(torch, dtype_name)
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     isa = _get_attn_isa(dtype, 32, 64)
     shape = HeadShape(num_heads=8, num_kv_heads=4, head_size=64, block_size=32, isa=isa)
-    layer = torch.nn.Linear(_USUAL_WIDTH, _USUAL_WIDTH, bias=False, dtype=dtype)
-    dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
-    product = (_USUAL_WIDTH, lambda x: layer.cpu_linear(x, layer.weight, None))
+    product = (_USUAL_WIDTH, _product(_USUAL_WIDTH, dtype))
     return RowsAlike(attention=attention_alike(shape, dtype), linear_from=linear_alike_from([product], dtype))
+
+
+def _product(width: int, dtype: torch.dtype) -> Product:
+    """Of a square layer, as vLLM computes it here."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    layer = torch.nn.Linear(width, width, bias=False, dtype=dtype, device=current_platform.device_type)
+    if not current_platform.is_cpu():
+        return layer
+    dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    return lambda x: layer.cpu_linear(x, layer.weight, None)
+
+
+@torch.inference_mode()
+def time_rows(clock: Callable[[], float] = time.perf_counter) -> dict[int, float]:
+    """Rows of a step -> milliseconds of layers' products, in bfloat16: the median of some rounds through all counts.
+
+    Args:
+        clock: seconds, from any zero.
+    """
+    products = [_product(_TIMED_WIDTH, torch.bfloat16) for _ in range(_TIMED_PRODUCTS)]
+    times: dict[int, list[float]] = {count: [] for count in TIMED}
+    for count in TIMED * _ROUNDS:
+        rows = torch.ones(count, _TIMED_WIDTH, dtype=torch.bfloat16, device=current_platform.device_type)
+        begin = clock()
+        # the sum waits for the device
+        reduce(lambda x, product: product(x), products, rows).sum().item()
+        times[count].append((clock() - begin) * 1e3)
+    return {count: median(own) for count, own in times.items()}

@@ -252,6 +252,36 @@ def test_a_drafter_whose_time_is_limited_as_engines_are_shipped_changes_no_token
     assert stage.runner.stats.accepted > accepted and speculator.guard.failures == before
 
 
+def _disturb(stage: Stage, started: Any, rng: random.Random, step: int, doomed: str, stopped: set[int]) -> int:
+    """What befalls the drafters before a step; returns trees of those that were sent away."""
+    trees = 0
+    _ = [warm.wake() or warm.address for warm in stage.pool.values()]
+    if doomed and step == 4:
+        pid = started.process.pid if doomed == "drafter" else stage.pool[doomed].process.pid
+        # 0 would be the tests themselves; one that hung for too long may just have been killed
+        if pid and _exists(pid):
+            os.kill(pid, signal.SIGKILL)
+    for name in WARM:
+        what = rng.random()
+        if name not in stage.drafter.links and (what < 0.1 or not step):
+            # one that was killed and is not begun anew yet cannot be attached: that is said, no more
+            address = stage.pool[name].process.command.address
+            window, only = rng.randint(1, 16), rng.choice((None, None, ["0", "2"]))
+            answer = stage.ask("attach_drafter", name, address, window, rng.randint(1, 4), only)
+            assert "is_there" in answer or "nobody serves" in answer["cause"]
+        elif name in stage.drafter.links and what < 0.1:
+            trees += stage.ask("detach_drafter", name)["trees"]
+        elif name in stage.drafter.links and what < 0.2:
+            stage.ask("assign_drafter", name, rng.choice((None, ["1"], [])))
+    pid = rng.choice([started.process.pid, *(warm.process.pid for warm in stage.pool.values())])
+    if pid is not None and rng.random() < 0.15 and _exists(pid):
+        os.kill(pid, signal.SIGSTOP)
+        stopped.add(pid)
+    elif stopped and rng.random() < 0.3:
+        _go_on(stopped)
+    return trees
+
+
 def test_thirty_schedules_of_faults_change_no_token(stage: Stage) -> None:
     """One to three drafters; mail that is late and refused; processes that hang, die, come and go."""
     started = stage.drafter.links["drafter"]
@@ -266,35 +296,8 @@ def test_thirty_schedules_of_faults_change_no_token(stage: Stage) -> None:
         doomed = {9: "first", 17: "drafter", 25: "second"}.get(number, "")
 
         def before_step(step: int, rng: random.Random = rng, doomed: str = doomed, stopped: set[int] = stopped) -> None:
-            _ = [warm.wake() or warm.address for warm in stage.pool.values()]
-            if doomed and step == 4:
-                pid = started.process.pid if doomed == "drafter" else stage.pool[doomed].process.pid
-                # 0 would be the tests themselves; one that hung for too long may just have been killed
-                if pid and _exists(pid):
-                    os.kill(pid, signal.SIGKILL)
-            for name in WARM:
-                what = rng.random()
-                if name not in stage.drafter.links and (what < 0.1 or not step):
-                    # one that was killed and is not begun anew yet cannot be attached: that is said, no more
-                    address = stage.pool[name].process.command.address
-                    window, only = rng.randint(1, 16), rng.choice((None, None, ["0", "2"]))
-                    answer = stage.ask("attach_drafter", name, address, window, rng.randint(1, 4), only)
-                    assert "is_there" in answer or "nobody serves" in answer["cause"]
-                elif name in stage.drafter.links and what < 0.1:
-                    trees_of(stage.ask("detach_drafter", name))
-                elif name in stage.drafter.links and what < 0.2:
-                    stage.ask("assign_drafter", name, rng.choice((None, ["1"], [])))
-            pids = [started.process.pid, *(warm.process.pid for warm in stage.pool.values())]
-            pid = rng.choice(pids)
-            if pid is not None and rng.random() < 0.15 and _exists(pid):
-                os.kill(pid, signal.SIGSTOP)
-                stopped.add(pid)
-            elif stopped and rng.random() < 0.3:
-                _go_on(stopped)
-
-        def trees_of(state: dict[str, Any]) -> None:
             nonlocal trees
-            trees += state["trees"]
+            trees += _disturb(stage, started, rng, step, doomed, stopped)
 
         chosen = rng.sample(range(len(stage.short)), 4)
         try:
@@ -305,7 +308,7 @@ def test_thirty_schedules_of_faults_change_no_token(stage: Stage) -> None:
         check([stage.short[i] for i in chosen], [stage.short_truth[i] for i in chosen], drafted)
         for name in WARM:
             if name in stage.drafter.links:
-                trees_of(stage.ask("detach_drafter", name))
+                trees += stage.ask("detach_drafter", name)["trees"]
     assert trees > 0 and stage.runner.stats.accepted > accepted
     # who was killed is begun anew
     until(lambda: all(map(stage.is_ready, WARM)))

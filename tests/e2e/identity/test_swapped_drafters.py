@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shutil
@@ -126,22 +127,38 @@ def _without_data(content: bytes) -> bytes:
     return content[:begin] + bytes(len(content) - begin)
 
 
-def test_what_does_not_fit_is_refused_and_the_drafter_goes_on_as_it_was(models: Path, tmp_path: Path) -> None:
-    target = model(models, "llama", "float32")
-    head = eagle_head(target, tmp_path / "head")
+def _changed(head: Path, name: str, change: Any = lambda weights: None) -> Path:
+    """A copy of the head beside it, whose weights were changed."""
+    folder = head.parent / name
+    shutil.copytree(head, folder)
+    weights = load_file(folder / _FILE)
+    change(weights)
+    save_file(weights, folder / _FILE)
+    return folder
 
-    def changed(name: str, change: Any) -> Path:
-        folder = tmp_path / name
-        shutil.copytree(head, folder)
-        weights = load_file(folder / _FILE)
-        change(weights)
-        save_file(weights, folder / _FILE)
-        return folder
 
-    def config_of_another(folder: Path) -> Path:
-        about = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**about, "num_hidden_layers": 2}))
-        return folder
+def _broken(head: Path) -> dict[str, Path]:
+    """Files that are no weights: what is said of each -> its folder."""
+    empty, cut, holes = head.parent / "empty", _changed(head, "cut"), _changed(head, "holes")
+    empty.mkdir()
+    (cut / _FILE).write_bytes((cut / _FILE).read_bytes()[:200])
+    (holes / _FILE).write_bytes(_without_data((holes / _FILE).read_bytes()))
+    deep, two = _changed(head, "deep"), _changed(head, "two")
+    (deep / "config.json").write_text("[" * 100_000 + "]" * 100_000)
+    about = json.loads((two / "config.json").read_text())
+    (two / "config.json").write_text(json.dumps({**about, "num_hidden_layers": 2}))
+    return {
+        "holds no safetensors": empty,
+        "cannot be read": cut,
+        "fc.weight is all zeros; .* is all": holes,
+        r"`config\.json` is not JSON that can be read": deep,
+        "another kind of drafter: num_hidden_layers is 2, was 1": two,
+    }
+
+
+def _unfit(head: Path) -> dict[str, Path]:
+    """Weights of others, and weights that are none: what is said of each -> its folder."""
+    changed = functools.partial(_changed, head)
 
     def like(name: str, change: Any) -> Path:
         return changed(name, lambda weights: weights.update({one: change(weight) for one, weight in weights.items()}))
@@ -149,24 +166,11 @@ def test_what_does_not_fit_is_refused_and_the_drafter_goes_on_as_it_was(models: 
     def all_of(value: float) -> Any:
         return lambda weight: torch.full_like(weight, value)
 
-    cut = changed("cut", lambda weights: None)
-    (cut / _FILE).write_bytes((cut / _FILE).read_bytes()[:200])
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    holes = changed("holes", lambda weights: None)
-    (holes / _FILE).write_bytes(_without_data((holes / _FILE).read_bytes()))
-    deep = changed("deep", lambda weights: None)
-    (deep / "config.json").write_text("[" * 100_000 + "]" * 100_000)
-    refusals = {
-        "holds no safetensors": empty,
-        "cannot be read": cut,
+    return {
         "missing: fc.weight": changed("less", lambda weights: weights.pop("fc.weight")),
         "unknown: more": changed("more", lambda weights: weights.update(more=torch.zeros(1))),
         r"shape: fc.weight is \(1, 1\)": changed(
             "shape", lambda weights: weights.update({"fc.weight": torch.zeros(1, 1)})
-        ),
-        "another kind of drafter: num_hidden_layers is 2, was 1": config_of_another(
-            changed("two", lambda weights: None)
         ),
         **{
             f"dtype: fc.weight is {name}": like(name, lambda weight, dtype=dtype: weight.to(dtype))
@@ -177,15 +181,18 @@ def test_what_does_not_fit_is_refused_and_the_drafter_goes_on_as_it_was(models: 
             "infinite", lambda weight: weight if weight.ndim > 1 else weight * math.inf
         ),
         "fc.weight is all zeros; layers.0": like("zeros", all_of(0.0)),
-        "fc.weight is all zeros; .* is all": holes,
-        r"`config\.json` is not JSON that can be read": deep,
         "brings an output head": changed(
             "own", lambda weights: weights.update({"lm_head.weight": torch.zeros(400, 128)})
         ),
     }
+
+
+def test_what_does_not_fit_is_refused_and_the_drafter_goes_on_as_it_was(models: Path, tmp_path: Path) -> None:
+    target = model(models, "llama", "float32")
+    head = eagle_head(target, tmp_path / "head")
     with started(target, "eagle", head) as ours:
         drafter = ours.runner.model_drafter
-        for told, path in refusals.items():
+        for told, path in {**_broken(Path(head)), **_unfit(Path(head))}.items():
             with pytest.raises(ConfigError, match=told):
                 vllm_specrollout.load_drafter(ours.llm, path)
         assert ours.runner.model_drafter is drafter and drafter.heads.number == 0

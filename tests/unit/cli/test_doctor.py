@@ -1,4 +1,6 @@
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -81,6 +83,20 @@ def test_plugins_that_vllm_may_load_have_to_name_this_one(without_vllm, monkeypa
     for named in ("spec_rollout", "other,spec_rollout"):
         monkeypatch.setenv("VLLM_PLUGINS", named)
         assert not [one for one in doctor.examine().findings if one.name == "plugin"]
+
+
+def test_rows_that_cost_what_one_does_are_free(monkeypatch):
+    times = {1: 10.0, 2: 10.1, 4: 10.9, 8: 14.0, 64: 80.0}
+    monkeypatch.setitem(sys.modules, "vllm_specrollout.worker.rows", SimpleNamespace(time_rows=lambda: times))
+    report = doctor.HostReport((), (), (), rows=tuple(doctor.row_costs()))
+    lines = report.as_text().splitlines()
+    assert lines[2].startswith("rows of a step") and len(lines) == 3 + len(times) + 1
+    assert lines[6].split() == ["rows:", "8", "14.00", "ms", "1.40", "times", "one", "row"]
+    assert "3 draft rows: 4 rows cost at most 1.1 times one row" in lines[-1]
+
+
+def test_rows_are_not_timed_where_spec_rollout_does_not_work(without_vllm):
+    assert doctor.examine(with_rows=True).rows == ()
 
 
 def test_the_verdict_comes_first(without_vllm):

@@ -38,7 +38,8 @@ class Shown:
         }
         for engine in range(engines):
             self.set("is_on", 1, engine=engine)
-            self.set("drafters_alive", 2, engine=engine)
+            self.set("drafters_alive", 2, "worker", engine=engine)
+            self.set("drafters_alive", 3, "process", engine=engine)
 
     def set(self, name: str, value: float, *labels: str, engine: int = 0) -> None:
         child = self.made[name].labels("m", str(engine), *labels)
@@ -48,9 +49,10 @@ class Shown:
             child.inc(value)
 
     def decode(self, steps: int, tokens: int, took: float, plain: float, engine: int = 0) -> None:
-        names = ("request_steps", "output_tokens", "decode_seconds", "plain_seconds")
-        for name, value in zip(names, (steps, tokens, took, plain), strict=True):
-            self.set(name, value, engine=engine)
+        self.set("request_steps", steps, engine=engine)
+        self.set("output_tokens", tokens, engine=engine)
+        self.set("decode_seconds", took, "taken", engine=engine)
+        self.set("decode_seconds", plain, "plain", engine=engine)
 
     def text(self) -> str:
         return generate_latest(self.registry).decode()
@@ -63,8 +65,8 @@ def test_a_server_that_gains_is_paying_and_each_drafter_has_its_share() -> None:
     shown = Shown(engines=2)
     for engine, tokens in ((0, 30), (1, 50)):
         shown.decode(10, tokens, 1.0, 2.0, engine)
-        shown.set("verified_nodes", 40, "history", engine=engine)
-        shown.set("accepted_nodes", 10 + engine * 10, "history", engine=engine)
+        shown.set("nodes", 40, "verified", "history", engine=engine)
+        shown.set("nodes", 10 + engine * 10, "accepted", "history", engine=engine)
     first, *more = shown.says().splitlines()
     assert first == "paying: 4.00 tokens a step, 2.00 times plain decoding by estimate"
     assert more == ["  history         38% of 80 draft tokens accepted"]
@@ -86,12 +88,12 @@ def test_a_server_whose_drafts_are_all_rejected_says_whose_and_how_far_a_drafter
 def test_which_head_drafts_is_said_once_one_was_loaded() -> None:
     shown = Shown()
     shown.decode(10, 30, 1.0, 2.0)
-    shown.set("head", 0)
-    shown.set("head_went_back", 0)
+    shown.set("head", 0, "number")
+    shown.set("head", 0, "went_back")
     assert len(shown.says().splitlines()) == 1
-    shown.set("head_went_back", 1)
+    shown.set("head", 1, "went_back")
     assert shown.says().splitlines()[1:] == ["  head            number 0 drafts; 1 times a new one was worse"]
-    shown.set("head", 3)
+    shown.set("head", 3, "number")
     assert "number 3 drafts" in shown.says()
 
 
@@ -136,7 +138,7 @@ def test_a_server_whose_drafters_are_gone_is_failing_and_says_which() -> None:
     shown.decode(10, 15, 1.0, 1.2)
     shown.set("failures", 5, "history")
     assert shown.says().startswith("paying"), "one that is left goes on"
-    shown.set("drafters_alive", 0)
+    shown.set("drafters_alive", 0, "worker")
     assert "last step" not in shown.says()
     assert shown.says().splitlines()[0] == "failing: no drafter is left; history failed; the server's log says more"
     assert "  failed          history: 5 times" in shown.says()
@@ -185,7 +187,7 @@ def test_the_command_says_it_and_ends_with_1_where_somebody_must_act(server: tup
     watched = json.loads(CliRunner().invoke(app, ["status", url, "--json", "--over", "0.01"]).stdout)
     assert watched["verdict"] == "idle" and watched["engines"] == 1, "nothing was decoded meanwhile"
     shown.set("failures", 1, "ngram")
-    shown.set("drafters_alive", 0)
+    shown.set("drafters_alive", 0, "worker")
     assert CliRunner().invoke(app, ["status", url]).exit_code == 1
 
 
@@ -201,8 +203,8 @@ def test_a_head_that_learns_is_told_of_with_its_rates_and_its_trainer() -> None:
     shown = Shown()
     shown.decode(10, 30, 1.0, 2.0)
     assert "learning" not in shown.says()
-    shown.set("trainer_rows", 61000)
-    shown.set("trainer_seconds", 21)
+    shown.set("trainer_work", 61000, "rows")
+    shown.set("trainer_work", 21, "seconds")
     for when, share in (("at publication", 0.74), ("now", 0.71)):
         shown.set("head_match_rate", share, when)
     for state in ("resting", "halted", "training"):

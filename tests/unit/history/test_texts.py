@@ -2,90 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import threading
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from tests.unit.history.texts_device import REACH, TILE, Later, Memory, ends, whole
 from vllm_specrollout.config.drafters import HistoryConfig
-from vllm_specrollout.history.index_cache import ONE, weight_of
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.history.texts import MOST_AT_ONCE, Texts
 from vllm_specrollout.types import Answer, FinishReason
-
-POISON, REACH, TILE = -7, 4, 8
-
-
-class Later(Executor):
-    """Runs what was submitted when told to."""
-
-    def __init__(self):
-        self.tasks = []
-
-    def submit(self, function, /, *args, **kwargs):
-        self.tasks.append(lambda: function(*args, **kwargs))
-        return Future()
-
-    def run(self):
-        while self.tasks:
-            self.tasks.pop(0)()
-
-
-class Memory:
-    """A device's memory, which does as it is told: what was never written reads as poison."""
-
-    def __init__(self, texts):
-        self.plan = texts
-        self.tokens = np.full(texts.most_tokens, POISON, np.int32)
-        self.spans = np.zeros((texts.most_problems, texts.past, 3), np.int32)
-
-    def apply(self):
-        """Returns the tokens written, or None where there was nothing to do."""
-        before, changes = self.tiles(), self.plan.take()
-        if changes is None:
-            assert self.tiles() == before
-            return None
-        for begin, tokens in changes.pieces:
-            assert tokens.dtype == np.int32 and 0 <= begin < begin + len(tokens) <= len(self.tokens)
-            self.tokens[begin : begin + len(tokens)] = tokens
-        assert changes.rows.dtype == np.int64 and changes.spans.dtype == np.int32
-        assert (np.diff(changes.rows) > 0).all()
-        self.spans[changes.rows] = changes.spans
-        begins, ends = self.spans[..., 0], self.spans[..., 1]
-        assert (begins >= 0).all() and (begins <= ends).all() and (ends <= len(self.tokens)).all()
-        for row, (earlier, now) in enumerate(zip(before, self.tiles(), strict=True)):
-            assert self.plan.tiles_of(row) >= max(earlier, now)
-        return sum(len(tokens) for _, tokens in changes.pieces)
-
-    def settle(self):
-        """Until there is nothing left to read or to write."""
-        executor = self.plan._executor
-        while True:
-            executor.run()
-            if self.apply() is None and not executor.tasks:
-                return self
-
-    def tiles(self):
-        places = np.maximum(self.spans[..., 1] - self.spans[..., 0] - 1, 0)
-        return (-(-places // TILE)).sum(1).tolist()
-
-    def read(self, problem_id):
-        """(tokens, eighths) of the problem's texts, in their order; None: it has no row."""
-        row = self.plan.row(problem_id)
-        if row < 0:
-            return None
-        return [(tuple(self.tokens[b:e].tolist()), w) for b, e, w in self.spans[row].tolist() if e > b]
-
-    def answers(self, problem_id):
-        return [tokens for tokens, _ in self.read(problem_id)]
-
-    def eighths(self, problem_id):
-        return [weight for _, weight in self.read(problem_id)]
 
 
 @pytest.fixture
@@ -102,15 +30,6 @@ def build():
         return store, texts, Memory(texts)
 
     return make
-
-
-def whole(answer):
-    """An answer behind the last tokens of its prompt."""
-    return (*answer.prompt_ids.tolist()[-REACH:], *answer.token_ids.tolist())
-
-
-def ends(store, texts, answer):
-    texts.add(store.append(answer))
 
 
 # --- what is read -----------------------------------------------------------------------------------------------------
@@ -468,137 +387,3 @@ def test_closing_gives_up_what_is_to_be_read(build):
     texts.close()
     texts.close()
     assert texts.stats().reading == 8 and texts.take() is None
-
-
-# --- against what it is to be -----------------------------------------------------------------------------------------
-
-PROBLEMS = "pqrs"
-STEPS = st.lists(
-    st.one_of(
-        st.tuples(st.just("want"), st.sampled_from(PROBLEMS)),
-        *[st.tuples(st.just("end"), st.integers(0, 99), st.integers(1, 40), st.booleans())] * 4,
-        st.tuples(st.just("abort"), st.integers(0, 99)),
-        st.tuples(st.just("reward"), st.integers(0, 99), st.sampled_from([-1.0, 0.0, 1.0, 7.0])),
-        st.tuples(st.just("epoch"), st.integers(1, 3)),
-        st.tuples(st.just("read")),
-        *[st.tuples(st.just("take"))] * 2,
-    ),
-    # long enough for the buffer to be gone round
-    min_size=25,
-    max_size=75,
-)
-
-
-class Naive:
-    """Requests that come and go, and all answers there ever were: problem -> [(tokens, epoch, name)]."""
-
-    def __init__(self, texts, store, config):
-        self.texts, self.store, self.config = texts, store, config
-        self.memory = Memory(texts)
-        self.answers = {problem: [] for problem in PROBLEMS}
-        self.rewards, self.names = {}, []
-        # (problem, epoch, row) of running requests
-        self.running = []
-        self.oldest = 0
-
-    def want(self, problem):
-        self.texts.want(problem)
-        self.running.append((problem, self.store.epoch))
-
-    def end(self, which, count, has_long_prompt):
-        if not self.running:
-            self.want(PROBLEMS[which % len(PROBLEMS)])
-        problem, epoch = self.running.pop(which % len(self.running))
-        name = f"r{len(self.names)}"
-        self.names.append(name)
-        rng = np.random.default_rng(len(self.names))
-        tokens, tail = (
-            rng.integers(0, 1 << 30, size).astype(np.int32) for size in (count, 9 if has_long_prompt else 2)
-        )
-        answer = Answer(name, problem, tail, tokens, FinishReason.FINISHED, 0, epoch=epoch)
-        ends(self.store, self.texts, answer)
-        self.texts.done(problem)
-        # one that outlived its epoch may be older than what drafted so far
-        self.oldest = min(self.oldest, self.store.oldest)
-        self.answers[problem].append((whole(answer)[-self.texts._longest :], epoch, name))
-
-    def abort(self, which):
-        if self.running:
-            self.texts.done(self.running.pop(which % len(self.running))[0])
-
-    def reward(self, which, reward):
-        name = self.names[which % len(self.names)] if self.names else "nobody"
-        if self.store.report_reward(name, reward).value != "unknown":
-            self.rewards[name] = reward
-            self.texts.set_reward(name, reward)
-
-    def epoch(self, ahead):
-        self.store.begin_epoch(self.store.epoch + ahead)
-        self.oldest = self.store.oldest
-
-    def read(self):
-        self.texts._executor.run()
-
-    def take(self):
-        self.memory.apply()
-        for problem in PROBLEMS:
-            shown = self.memory.read(problem)
-            assert shown is None or set(shown) <= set(self.drafting(problem, self.oldest))
-            assert shown is None or len(set(shown)) == len(shown)
-
-    def drafting(self, problem, oldest):
-        """(tokens, eighths) of the problem's answers that may draft now."""
-        now, config = self.store.epoch, self.config
-        found = []
-        for tokens, epoch, name in self.answers[problem]:
-            weight = weight_of(config, min(now - epoch, config.epochs), self.rewards.get(name))
-            if epoch >= oldest and len(tokens) > 1 and weight and (config.siblings or epoch != now):
-                found.append((tokens, round(8 * math.log2(weight / ONE))))
-        return found
-
-
-@given(
-    STEPS,
-    st.fixed_dictionaries(
-        {
-            "epochs": st.integers(1, 2),
-            "siblings": st.booleans(),
-            "decay": st.sampled_from([0.0, 0.5]),
-            "reward_weight": st.sampled_from([1.0, 255.0]),
-        }
-    ),
-    st.sampled_from([61, 203, 1 << 16]),
-    st.sampled_from([(1, 1), (2, 3), (4, 64)]),
-)
-def test_every_span_reads_an_answer_that_drafts_whatever_happens(steps, changes, most_tokens, sizes):
-    config = HistoryConfig(**changes)
-    store = HistoryStore(config)
-    (most_problems, past), later = sizes, Later()
-    texts = Texts(
-        config,
-        store,
-        most_problems=most_problems,
-        past=past,
-        most_tokens=most_tokens,
-        reach=REACH,
-        tile=TILE,
-        executor=later,
-    )
-    naive = Naive(texts, store, config)
-    rows = dict[str, int]()
-    for name, *arguments in steps:
-        getattr(naive, name)(*arguments)
-        running = {problem for problem, _ in naive.running}
-        rows = {problem: row for problem, row in rows.items() if problem in running}
-        assert all(texts.row(problem) == row for problem, row in rows.items())
-        rows |= {problem: texts.row(problem) for problem in running if texts.row(problem) >= 0}
-        assert len(set(rows.values())) == len(rows)
-        stats = texts.stats()
-        assert stats.tokens <= most_tokens and stats.texts <= most_problems * past
-    naive.memory.settle()
-    naive.take()
-    if most_tokens == 1 << 16 and past == 64:
-        # where there is room for all of it, all of it is there
-        for problem in {problem for problem, _ in naive.running}:
-            assert set(naive.drafting(problem, store.oldest)) <= set(naive.memory.read(problem))
-    store.close()

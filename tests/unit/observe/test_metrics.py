@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trees import batch_of, chain, limits_of, proposed, tree_of
-from tests.unit.observe.engine import record_of, timing_of, view
+from tests.unit.observe.engine import PROMPT, record_of, timing_of, view
 from vllm_specrollout.drafters.base import UNBOUNDED
 from vllm_specrollout.observe.metrics import LEAST_NODES, METRICS, PREFIX, Metrics, decode, encode
 from vllm_specrollout.types import EMPTY_TREE, MOST_NODES, DraftTree, RequestBatch, StepPlan
@@ -37,12 +37,35 @@ def test_nodes_are_counted_for_the_drafter_that_proposed_them():
     trees = batch_of([from_sources(0, 1, 1), EMPTY_TREE, from_sources(1, 1)])
     metrics.stepped(record_of(trees, [[0, 1], [], []]))
     assert metrics.take() == {
-        "verified_nodes/history": 1,
-        "verified_nodes/ngram": 4,
-        "accepted_nodes/history": 1,
-        "accepted_nodes/ngram": 1,
+        "nodes/verified/history": 1,
+        "nodes/verified/ngram": 4,
+        "nodes/accepted/history": 1,
+        "nodes/accepted/ngram": 1,
     }
     assert metrics.take() == {}
+
+
+def test_nodes_are_counted_by_the_context_of_their_requests_whatever_the_order_of_these():
+    metrics = Metrics(("ngram",))
+    views = [view(name, [1] * (tokens - PROMPT)) for name, tokens in (("b", 1024), ("a", 1023), ("c", 70_000))]
+    trees = batch_of([from_sources(0, 0, 0), from_sources(0, 0), from_sources(0), EMPTY_TREE], ["a", "b", "c", "d"])
+    metrics.stepped(record_of(trees, [[0, 1], [0], [], []], batch=RequestBatch.of(views)))
+    assert {key: n for key, n in metrics.take().items() if key.startswith("context_nodes")} == {
+        "context_nodes/verified/0": 3,
+        "context_nodes/verified/1024": 2,
+        "context_nodes/verified/65536": 1,
+        "context_nodes/accepted/0": 2,
+        "context_nodes/accepted/1024": 1,
+    }
+
+
+def test_what_the_trainer_told_is_kept_by_its_own_names_and_shown_by_the_metrics():
+    metrics = Metrics(())
+    told = {"number": 2, "trainer_rows": 7, "trainer_seconds": 3, "trainer_state/halted": 1, "head_match_rate/now": 80}
+    metrics.told(told)
+    assert metrics.trainer == told
+    shown = {"trainer_work/rows": 7, "trainer_work/seconds": 3, "trainer_state/halted": 1, "head_match_rate/now": 80}
+    assert metrics.take() == shown
 
 
 def test_nodes_of_some_drafters_are_known_since_the_engine_began_whatever_was_taken():
@@ -110,32 +133,32 @@ def test_every_node_is_counted_once(proposals, seed):
     counts = metrics.take()
     accepted = [trees.tree(i).source[path].tolist() for i, path in enumerate(paths)]
     for source, name in enumerate(names):
-        assert counts.get(f"verified_nodes/{name}", 0) == np.count_nonzero(trees.source == source)
-        assert counts.get(f"accepted_nodes/{name}", 0) == sum(own.count(source) for own in accepted)
+        assert counts.get(f"nodes/verified/{name}", 0) == np.count_nonzero(trees.source == source)
+        assert counts.get(f"nodes/accepted/{name}", 0) == sum(own.count(source) for own in accepted)
         found = sum(np.count_nonzero(one.source == source) for one in proposals)
-        assert counts.get(f"drafted_nodes/{name}", 0) == found
+        assert counts.get(f"nodes/drafted/{name}", 0) == found
 
 
 def test_drafters_elsewhere_are_counted_as_they_are_now_and_what_came_of_them_is_summed():
     metrics = Metrics(())
     metrics.elsewhere(3, 5, 2)
     metrics.elsewhere(2, 4, 0)
-    assert metrics.take() == {"decoupled_drafters": 2, "decoupled_trees": 9, "decoupled_wasted_nodes": 2}
+    assert metrics.take() == {"drafters_alive/process": 2, "decoupled/trees": 9, "decoupled/wasted_nodes": 2}
     metrics.elsewhere(0, 0, 0)
-    assert metrics.take() == {"decoupled_drafters": 0}
+    assert metrics.take() == {"drafters_alive/process": 0}
 
 
 def test_tokens_of_withheld_verdicts_are_summed():
     metrics = Metrics(("ngram",))
     for checked, differing in ((3, 0), (2, 1)):
         metrics.compared(checked, differing)
-    assert metrics.take() == {"withheld_checked": 5, "withheld_differing": 1}
+    assert metrics.take() == {"withheld_tokens/same": 4, "withheld_tokens/differing": 1}
 
 
 def test_a_node_of_a_drafter_without_a_name_is_counted_too():
     metrics = Metrics(("ngram",))
     metrics.stepped(record_of(batch_of([from_sources(3)]), [[]]))
-    assert metrics.take() == {"verified_nodes/unknown": 1}
+    assert metrics.take() == {"nodes/verified/unknown": 1}
 
 
 def test_decisions_are_counted_by_what_was_chosen_and_why():
@@ -182,7 +205,7 @@ def test_what_was_proposed_beyond_the_budget_is_drafted_but_not_chosen():
     proposals = [batch_of([chain([7] * 9)] * 2), batch_of([tree_of([-1], [7], [0.5], source=1), EMPTY_TREE])]
     plan(metrics, plan_of(4), limits_of(2, 4), proposals)
     counts = metrics.take()
-    assert counts["drafted_nodes/ngram"] == 18 and counts["drafted_nodes/history"] == 1
+    assert counts["nodes/drafted/ngram"] == 18 and counts["nodes/drafted/history"] == 1
 
 
 def test_reasons_without_end_do_not_make_labels_without_end():

@@ -66,13 +66,13 @@ def ending(name: str) -> Answer:
 def test_what_goes_on_failing_is_tried_four_times_as_seldom_each_time_and_then_given_up(caplog) -> None:
     drafter, metrics = Faulty(), Metrics(("faulty",))
     speculator = contained(drafter, listeners=[metrics])
-    assert metrics.take()["drafters_alive"] == 1
+    assert metrics.take()["drafters_alive/worker"] == 1
     with caplog.at_level(logging.ERROR):
         run(speculator, range(8000), lambda step: setattr(drafter, "step", step))
     assert np.diff(drafter.steps).tolist() == [1 + FIRST_PATIENCE * 4**i for i in range(MOST_FAILURES - 1)]
     assert speculator.all_drafters() == [] and drafter.is_closed.wait(20)
     counts = metrics.take()
-    assert counts["failures/drafter faulty"] == MOST_FAILURES and counts["drafters_alive"] == 0
+    assert counts["failures/drafter faulty"] == MOST_FAILURES and counts["drafters_alive/worker"] == 0
     # the first and the last time are named
     first, last = [record.getMessage() for record in caplog.records]
     assert "tried again in 64 steps" in first and "given up" in last
@@ -85,12 +85,12 @@ def test_what_works_again_drafts_again_in_its_own_place() -> None:
     speculator = contained(first, second, listeners=[metrics])
     nodes = run(speculator, range(100), lambda step: setattr(first, "is_broken", step < 10))
     assert nodes == [1] * 65 + [3] * 35
-    assert speculator.drafters == [first, second] and metrics.take()["drafters_alive"] == 2
+    assert speculator.drafters == [first, second] and metrics.take()["drafters_alive/worker"] == 2
     assert speculator.health()["drafters"]["faulty"]["state"] == "alive"
     # its nodes are still counted as its own
     assert metrics.take() == {}
     run(speculator, range(100, 101))
-    assert metrics.take()["verified_nodes/faulty"] == 2
+    assert metrics.take()["nodes/verified/faulty"] == 2
 
 
 def test_a_drafter_on_probation_says_so() -> None:

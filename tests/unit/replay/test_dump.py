@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from vllm_specrollout.errors import SpecRolloutError
-from vllm_specrollout.replay.dump import read_dump
+from vllm_specrollout.replay.dump import read_answers, read_dump
 
 TRACE = next((Path(__file__).parents[2] / "traces").glob("*.jsonl.zst"))
 GRPO = sorted((Path(__file__).parents[2] / "traces" / "grpo").glob("*.jsonl.zst"))
@@ -56,6 +56,28 @@ def test_blank_lines_and_a_missing_end_do_no_harm(dump, name):
     assert [one.answer.tolist() for one in rollout.answers] == [[6], [8]]
 
 
+def test_what_a_rollout_adds_comes_next_time_and_a_half_written_line_when_it_is_whole(dump):
+    path, half = dump(line([5], [6], version=3)), json.dumps(line([9], [7, 1]))
+    ((number, own, _),) = read_answers(path)
+    assert (number, own.version) == (1, 3)
+    with path.open("a") as rollout:
+        for text, prompts in ((json.dumps(line([8], [1])) + "\n" + half[:-1], [8]), (half[-1], [9]), ("\n\n", [])):
+            rollout.write(text)
+            rollout.flush()
+            found = read_answers(path, after=number)
+            assert [one.prompt.tolist() for _, _, one in found] == [[own] for own in prompts]
+            number = found[-1][0] if found else number
+    assert number == 3
+    assert [one.prompt.tolist() for one in read_dump(path)[0].answers] == [[5], [8], [9]]
+
+
+def test_a_token_that_the_model_has_not_is_refused_with_its_line(dump):
+    path = dump(line([5], [6]), line([5], [24]))
+    assert len(read_answers(path, vocab_size=25)) == 2
+    with pytest.raises(SpecRolloutError, match="line 2 of .* has the token 24, and the model has 24"):
+        read_answers(path, vocab_size=24)
+
+
 def test_prompts_tell_problems_apart_unless_lines_name_them(dump):
     (rollout,) = read_dump(dump(line([5], [1]), line([6], [1]), line([5], [2])))
     a, b, c = (one.problem_id for one in rollout.answers)
@@ -96,6 +118,7 @@ def test_traces_of_the_grpo_benchmark_are_dumps():
     [
         ([line([5], [1]), "plain text"], "line 2 of `.*` is no answer", "prompt_token_ids"),
         ([line([5], [1]), line([5], [-1])], "line 2 of `.*` is no answer: .*>= 0", "token_ids"),
+        ([line([5], [1], version="x")], r"line 1 of `.*` is no answer: .*version", "version"),
         ([line([5], [1]), [1, 2]], "line 2 of `.*` is no answer", "prompt"),
         ([{"prompt": "a"}], "line 1 of `.*` has no answer", "answer"),
         ([{"answer": "a"}], "line 1 of `.*` has no prompt", "prompt"),

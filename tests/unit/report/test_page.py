@@ -4,10 +4,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.unit.replay.builders import trace_of
+from tests.unit.replay.builders import header, trace_of
 from tests.unit.report.pages import islands, made_up
 from vllm_specrollout.replay.files import read_trace
-from vllm_specrollout.replay.records import Step, Trace, TraceError
+from vllm_specrollout.replay.records import Arrival, End, Step, Trace, TraceError, Verified
 from vllm_specrollout.report.page import PARTS, page_of
 from vllm_specrollout.report.walk import walk
 
@@ -58,6 +58,25 @@ def test_columns_are_those_that_a_count_of_the_records_finds(drawn):
                 sums[row[0]] += row[place]
         assert steps[name] == sums
     assert sum(one["tokens"] for one in data["rollouts"]) == sum(columns["tokens"])
+
+
+def test_an_answer_is_marked_as_looping_if_it_repeats_itself_and_its_drafts_hold_far_more_often_than_others():
+    loop, plain = [5, 6, 7] * 20, list(range(100, 160))
+    answers = [loop, plain, loop, plain, plain]
+    # of 8 nodes in each step
+    hits = {0: 7, 1: 7, 2: 3, 3: 3, 4: 3}
+    verified = tuple(Verified(i, 8, most) for i, most in hits.items())
+    facts = {"num_prompt_tokens": 4, "max_tokens": 100, "problem_id": "p"}
+    arrivals = tuple(Arrival(request=i, step=0, **facts) for i in hits)
+    steps = tuple(Step(at_ms=float(at), verified=verified if at else ()) for at in range(4))
+    ends = {i: End(request=i, status="finished", token_ids=answer) for i, answer in enumerate(answers)}
+    data = islands(page_of(Trace(header(5), arrivals, steps, ends), "x.jsonl"))
+    # 1's drafts hold by something else than a loop; 2 loops, and nobody gains by it
+    assert data["summary"]["requests"]["looping"] == [True, False, False, False, False]
+    assert data["summary"]["requests"]["accepted"] == [21, 21, 9, 9, 9]
+    # without an end there is no answer to look at
+    data = islands(page_of(Trace(header(5), arrivals, steps, {}), "x.jsonl"))
+    assert not any(data["summary"]["requests"]["looping"])
 
 
 def test_how_many_run_is_what_the_engine_said(drawn):

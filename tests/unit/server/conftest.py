@@ -14,7 +14,9 @@ pytest.importorskip("fastapi")
 pytest.importorskip("vllm")
 
 from fastapi import FastAPI
+from fastapi.testclient import TestClient
 
+JSON = {"content-type": "application/json"}
 HISTORY = {"drafters": ["history", "ngram"]}
 WITH_MODEL = {**HISTORY, "speculative_config": {"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 4}}
 
@@ -114,3 +116,44 @@ def wired(engine: FakeEngine | None, keys: list[str] | None = None) -> FastAPI:
     plugin.attach_router(app)
     asyncio.run(plugin.init_state(engine, app.state, app.state.args))
     return app
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine({"chatcmpl-a", "0_chatcmpl-b", "1_chatcmpl-b", "cmpl-c-0"}, HISTORY)
+
+
+@pytest.fixture
+def client(make_app: MakeApp, engine: FakeEngine) -> TestClient:
+    return TestClient(make_app(engine))
+
+
+def reward(request_id: str, value: float = 1.0, **more: Any) -> dict[str, Any]:
+    return {"request_id": request_id, "reward": value, **more}
+
+
+def report(client: TestClient, *rewards: Any, **options: Any) -> Any:
+    return client.post("/spec_rollout/rewards", json={"rewards": rewards}, **options)
+
+
+def ask(app: FastAPI, headers: list[tuple[bytes, bytes]], chunks: list[bytes]) -> tuple[int, int]:
+    """Drive an app by hand; returns its status and how many parts of the body it took."""
+    taken, sent = 0, list[dict[str, Any]]()
+
+    async def receive() -> dict[str, Any]:
+        nonlocal taken
+        taken += 1
+        return {"type": "http.request", "body": chunks[taken - 1], "more_body": taken < len(chunks)}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/spec_rollout/rewards",
+        "headers": [(b"content-type", b"application/json"), *headers],
+        "query_string": b"",
+    }
+    asyncio.run(app(scope, receive, send))
+    return sent[0]["status"], taken

@@ -88,9 +88,10 @@ def test_ties_pass_and_other_differences_do_not():
 
 
 def test_counters_are_summed_over_their_labels():
-    text = """# TYPE vllm:spec_rollout_drafted_nodes_total counter
-vllm:spec_rollout_drafted_nodes_total{source="ngram"} 3.0
-vllm:spec_rollout_drafted_nodes_total{source="history"} 4.0
+    text = """# TYPE vllm:spec_rollout_nodes_total counter
+vllm:spec_rollout_nodes_total{stage="drafted",source="ngram"} 3.0
+vllm:spec_rollout_nodes_total{stage="drafted",source="history"} 4.0
+vllm:spec_rollout_nodes_total{stage="verified",source="history"} 2.0
 # TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{engine="0"} 2.0
 """
