@@ -1,6 +1,6 @@
 """Heads that give all levels in one pass, beside EAGLE-3: learnt from the same answers for the same seconds of a core.
 
-Run: `python -m vllm_specrollout.bench.studies.onepass --seconds 120`. Without an engine: transformers computes the
+Run: `python -m vllm_specrollout.bench.policy.onepass --seconds 120`. Without an engine: transformers computes the
 policy's hidden states, the product's learner takes the steps, and a head is judged as a published one is, by the tokens
 of a chain that shared noise would have accepted. Kinds:
 
@@ -170,10 +170,14 @@ def draft_s(learner: Learner, answers: Sequence[Rows], batch: int) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def per_step(accepted: float, kind: str) -> float:
-    """Tokens in the time of a plain step, at the cost of 150 M and batch 1."""
-    drafting = PASS_S * (LEVELS if kind == "eagle3" else 1) + DRAFTED_S * LEVELS
-    return (accepted + 1.0) / (1.0 + (LEVELS * ROW_S + drafting) / PLAIN_S)
+def per_step(met: Sequence[float], kind: str) -> tuple[float, int]:
+    """Tokens in the time of a plain step, at the cost of 150 M and batch 1, and the number of levels that is best."""
+
+    def at(levels: int) -> float:
+        drafting = PASS_S * (levels if kind == "eagle3" else 1) + DRAFTED_S * levels
+        return (sum(met[:levels]) + 1.0) / (1.0 + (levels * ROW_S + drafting) / PLAIN_S)
+
+    return max((at(levels), levels) for levels in range(1, LEVELS + 1))
 
 
 def study(
@@ -200,7 +204,7 @@ def study(
         assert judged is not None
         found[f"accepted at {temperature:g}"] = judged.accepted
         found[f"levels at {temperature:g}"] = judged.met
-        found[f"per plain step at {temperature:g}"] = per_step(judged.accepted, kind)
+        found[f"per plain step at {temperature:g}"] = per_step(judged.met, kind)
     found["draft ms at 1, 8"] = [1e3 * draft_s(learner, learnt, batch) for batch in (1, 8)]
     return found
 
