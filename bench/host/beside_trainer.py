@@ -96,18 +96,22 @@ def main() -> None:
         trainer = learnt(llm, prompts)
         ratios: list[float] = []
         scatter: list[float] = []
+        worked = trainer.said.seconds
         for _ in range(given.rounds):
             times = []
             for trains in (False, True, False):
-                trainer.tell(is_halted=not trains)
+                trainer.tell(is_halted=not trains, learning=trainer.said.ended + 1)
                 steps = heard(trainer, 0.6).steps
                 if given.same_core and trains:
                     trainer.tell(is_halted=True)  # as a request's arrival does; it ends its step
                 times.append(statistics.median(decode(llm, prompts)))
                 done = heard(trainer, 0.2).steps - steps
-                assert given.same_core or (done > 0) == trains, (trains, done)
+                assert trains or done == 0, (done, trainer.said)
             ratios.append(times[1] / statistics.mean((times[0], times[2])))
             scatter.append(times[2] / times[0])
+        worked = heard(trainer, 1.0).seconds - worked  # steps, and judgements, of which a halt ends one
+        assert given.same_core or worked > 0.0, trainer.said
+        print(f"the trainer worked for {worked:.1f} s")
         for name, values in (("training / halted", ratios), ("halted / halted", scatter)):
             low, middle, high = statistics.quantiles(values, n=4)
             print(
