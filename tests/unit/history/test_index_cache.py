@@ -2,11 +2,12 @@
 
 import random
 import threading
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
+from tests.unit.history.texts_device import Later
 from vllm_specrollout import _core
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history.index_cache import ONE, IndexCache
@@ -66,21 +67,6 @@ class NaiveIndex:
 @pytest.fixture(autouse=True)
 def fresh_count():
     NaiveIndex.alive, NaiveIndex.most = {}, 0
-
-
-class Later(Executor):
-    """Runs what was submitted when told to."""
-
-    def __init__(self):
-        self.tasks = []
-
-    def submit(self, function, /, *args, **kwargs):
-        self.tasks.append(lambda: function(*args, **kwargs))
-        return Future()
-
-    def run(self):
-        while self.tasks:
-            self.tasks.pop(0)()
 
 
 @pytest.fixture
