@@ -252,7 +252,7 @@ def test_a_drafter_whose_time_is_limited_as_engines_are_shipped_changes_no_token
     assert stage.runner.stats.accepted > accepted and speculator.guard.failures == before
 
 
-def _disturb(stage: Stage, started: Any, rng: random.Random, step: int, doomed: str, stopped: set[int]) -> int:
+def _befall(stage: Stage, started: Any, rng: random.Random, step: int, doomed: str, stopped: set[int]) -> int:
     """What befalls the drafters before a step; returns trees of those that were sent away."""
     trees = 0
     _ = [warm.wake() or warm.address for warm in stage.pool.values()]
@@ -297,7 +297,7 @@ def test_thirty_schedules_of_faults_change_no_token(stage: Stage) -> None:
 
         def before_step(step: int, rng: random.Random = rng, doomed: str = doomed, stopped: set[int] = stopped) -> None:
             nonlocal trees
-            trees += _disturb(stage, started, rng, step, doomed, stopped)
+            trees += _befall(stage, started, rng, step, doomed, stopped)
 
         chosen = rng.sample(range(len(stage.short)), 4)
         try:
