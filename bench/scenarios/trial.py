@@ -191,9 +191,9 @@ class Trial(EngineScenario):
         return made
 
     def _warm_up(self, engines: Engines, name: str, asked: list[list[int]], owners: Sequence[int]) -> None:
-        """A few tokens of a full batch, in which kernels set themselves up."""
+        """A few tokens of a full batch, in which kernels set themselves up. No epoch drafts from them."""
         short = replace(self, max_tokens=min(WARM_UP_TOKENS, self.max_tokens))
-        params = short._params(owners, self.epochs, is_ours=name == OURS)[: self.batch]
+        params = short._params(owners, self.epochs, -1, is_ours=name == OURS)[: self.batch]
         with engines.doing(f"warm-up, {name}"):
             engines.run(name, asked[: self.batch], params)
 
