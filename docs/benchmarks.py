@@ -39,8 +39,9 @@ _TITLES = {
     "learn": (
         "Learning",
         "Heads that learn in their engines, between epochs ([how](guides/train-head.md#while-the-engine-runs)). Before"
-        " epoch 2 of drift `habit` the policy takes to checking its steps. One run each. Drafts have one length, and a"
-        " policy of 3 M parameters saves less than they cost: compare what is accepted, and steps.",
+        " epoch 2 of drift `habit` the policy takes to checking its steps; of `slow` it learns by four updates with"
+        " GRPO. One run each. Drafts have one length, and a policy of 3 M parameters saves less than they cost: compare"
+        " what is accepted, and steps.",
     ),
     "sweep": ("Sweep", "`auto` against stock and against every fixed draft length."),
     "load": ("Load", "Loads that change on the way, under every budget."),
@@ -81,8 +82,8 @@ _TITLES = {
     ),
     "try": (
         "Try",
-        "`specrollout try`: engines one after the other, each with the whole device; epochs of the same prompts. In this run"
-        " the warm-up had asked half of them: 16 tokens of those answers stood in history when epoch 1 began.",
+        "`specrollout try`: engines one after the other, each with the whole device; epochs of the same prompts. In"
+        " this run the warm-up had asked half of them: 16 tokens of those answers stood in history when epoch 1 began.",
     ),
     "curves": (
         "Curves",
@@ -229,6 +230,8 @@ def main(arguments: Sequence[str]) -> None:
     """Write what was asked for."""
     if arguments:
         name, *paths = arguments
+        if name not in _TITLES:
+            raise SystemExit(f"error: there is no section {name!r}\n\nhint: one of {', '.join(_TITLES)}")
         reports = [json.loads(Path(path).read_text(encoding="utf-8")) for path in paths]
         body = kept([one for one in reports if "bench" in one])
         body["runs"] = [run for one in reports if "bench" not in one for run in one["runs"]] + body["runs"]

@@ -17,7 +17,7 @@ from vllm_specrollout.bench.policy import (
     DRAFT,
     HEAD,
     VARIABLE,
-    habit,
+    drift,
     inflate,
     random_model,
     tasks,
@@ -32,6 +32,8 @@ from .display import Display
 CACHE = Path.home() / ".cache" / "vllm-specrollout" / "models"
 """Folder of models, unless `--cache` names another folder."""
 DTYPES = ("bfloat16", "float32")
+HABIT, SLOW = "habit", "slow"
+"""Ways in which the policy moves: it checks its steps, or learns by reinforcement."""
 DEPTH = 10
 """Levels that the shipped models may draft; `auto` ends a draft earlier where a further level does not pay."""
 _RANDOM = {name: random_model.SHAPES[name] for name in ("3M", "150M", "400M")}
@@ -101,10 +103,11 @@ def shipped_drafters(
     return found
 
 
-def policy_with_habit(cache: Path) -> Path:
-    """The project's policy after it took up a habit: its shape, other answers."""
-    files = [*sorted(CHECKPOINT.glob("*.safetensors")), Path(habit.__file__), Path(tasks.__file__)]
-    return _cached(cache / f"policy-habit-{_key(['habit'], files)}", habit.take_up_habit)
+def moved_policy(by: str, cache: Path) -> Path:
+    """The project's policy after it took up a habit, or moved slowly: its shape, other answers."""
+    files = [*sorted(CHECKPOINT.glob("*.safetensors")), Path(drift.__file__), Path(tasks.__file__)]
+    make = {HABIT: drift.take_up_habit, SLOW: drift.move_slowly}[by]
+    return _cached(cache / f"policy-{by}-{_key([by], files)}", make)
 
 
 def quarter_drafter(size: str, cache: Path) -> Path:

@@ -17,13 +17,13 @@ from vllm_specrollout.bench.policy.reward import problems
 
 from ..runner.engines import IN_ONE_PROCESS, PROMPT_LEN, STOCK, WARM_UP_TOKENS, Engines, asking
 from ..runner.fields import Row
-from ..runner.models import find_model, policy_with_habit, shipped_drafters
+from ..runner.models import HABIT, SLOW, find_model, moved_policy, shipped_drafters
 from ..runner.report import Found, Table
 from ..runner.results import LEARN
 from ..runner.rows import Pair, Run, make_row
 from ..runner.scenario import EngineScenario, Session, command, flag
 
-HABIT, NONE = "habit", "none"
+NONE = "none"
 FROZEN, ONLINE, NOTHING, HISTORY, BESIDE = "frozen", "online", "nothing", "history", "beside"
 ENGINES = (FROZEN, ONLINE, NOTHING, HISTORY, BESIDE)
 _LEARNS = (ONLINE, NOTHING, BESIDE)
@@ -38,7 +38,9 @@ class Learn(EngineScenario):
     bench: ClassVar[str] = "learn"
 
     drift: str = flag(
-        HABIT, "What changes before epoch 2: habit (the policy checks its steps), or none.", choices=(HABIT, NONE)
+        HABIT,
+        "What changes before epoch 2: habit (the policy checks its steps), slow (four updates by GRPO), or none.",
+        choices=(HABIT, SLOW, NONE),
     )
     engines: tuple[str, ...] = flag(
         (FROZEN, ONLINE),
@@ -71,7 +73,7 @@ class Learn(EngineScenario):
         between = 1 + len(self._learning())
         report = session.display.steps(3 + len(self.engines) + self.epochs + (self.epochs - 1) * between)
         report("the moved policy", 0)
-        moved = policy_with_habit(self.cache) if self.drift == HABIT else folder
+        moved = folder if self.drift == NONE else moved_policy(self.drift, self.cache)
         report("", 1)
         shape = {"seqs": self.batch, "length": PROMPT_LEN + self.max_tokens, "width": 2 * PROMPT_LEN}
         with self.make_engines(folder, report, environment=IN_ONE_PROCESS, **shape) as engines:

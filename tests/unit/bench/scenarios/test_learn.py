@@ -68,7 +68,7 @@ class Process(FakeProcess):
 @pytest.fixture
 def measured(monkeypatch, tmp_path):
     """Run the scenario with fake engines: (exit status, the report, what was printed)."""
-    monkeypatch.setattr(learn, "policy_with_habit", lambda cache: Path("habit"))
+    monkeypatch.setattr(learn, "moved_policy", lambda by, cache: Path(by))
 
     def run(*flags, **behaviour):
         Process.made = []
