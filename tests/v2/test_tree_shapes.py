@@ -20,7 +20,7 @@ from vllm_specrollout.bench.policy.tokenizer import prompt_text
 from tests.e2e.identity.engines import Engine, engine
 from tests.v2.test_identity import ENGINE
 
-LEVELS, REQUESTS = 10, 24
+LEVELS, REQUESTS, AT_ONCE = 10, 12, 4
 OWN = {
     "drafters": [],
     "budget": "fixed",
@@ -52,16 +52,23 @@ def drafted(ours: Engine, temperature: float, beam: int, nodes: int) -> tuple[li
         for i in range(REQUESTS)
     ]
     prompts = [prompt_text(one.prompt) for one in problems(REQUESTS, 12)]
-    found = ours.llm.generate(prompts, params, use_tqdm=False)
+    found: list[Any] = []
+    for begin in range(0, REQUESTS, AT_ONCE):
+        some = slice(begin, begin + AT_ONCE)
+        found += ours.llm.generate(prompts[some], params[some], use_tqdm=False)
     ours.runner.settle()
     ours.runner._came = came
+    import time; print('TIMED', beam, nodes, (stats.accepted - accepted) / trees, trees, time.ctime(), flush=True)
     return [list(one.outputs[0].token_ids) for one in found], (stats.accepted - accepted) / trees
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("temperature", [1.0, 1.5])
 def test_wider_trees_are_accepted_further(temperature: float) -> None:
-    with engine(str(CHECKPOINT), "float32", is_ours=True, spec_rollout=OWN, **{**ENGINE, "max_num_seqs": 4}) as ours:
+    with engine(str(CHECKPOINT), "float32", is_ours=True, spec_rollout=OWN, **{**ENGINE, "max_num_seqs": 8 * AT_ONCE}) as ours:
+        # each of the requests has room for eight beams
+        assert ours.runner.model_drafter.beams.most_rows == 8 * AT_ONCE
         drafted(ours, temperature, *COMB)  # what its two weights are learned from
         found = {shape: drafted(ours, temperature, *shape) for shape in SHAPES}
     tokens = [tokens for tokens, _ in found.values()]

@@ -77,7 +77,7 @@ def _row(name: str, trace: str, result: Result) -> dict[str, Any]:
     return {
         "name": name,
         "trace": trace,
-        "makespan_s": round(result.makespan_ms / 1e3, 6),
+        "busy_s": round(result.busy_ms / 1e3, 6),
         # tokens of a running request per decode step
         "tokens_per_step": round(result.tokens_per_step, 4),
         # draft nodes verified in vain
@@ -101,27 +101,26 @@ def _print(path: Path, trace: Trace, chosen: Sequence[str], results: dict[str, R
         cut = "the file stops in the middle; " if trace.is_cut else ""
         out.print(f"warning: {cut}{lost} answers have no end and are left out")
     table = Table(box=None, pad_edge=False)
-    for title in ("budget", "makespan s", "tokens/step", "wasted nodes", "steps", "steps off", "vs off"):
+    for title in ("budget", "busy s", "tokens/step", "wasted nodes", "steps", "steps off", "vs off"):
         table.add_column(title, justify="left" if title == "budget" else "right")
-    plain = results["off"].makespan_ms
+    plain = results["off"].busy_ms
     for name in chosen:
         row = results[name]
         table.add_row(
             name,
-            f"{row.makespan_ms / 1e3:.3f}",
+            f"{row.busy_ms / 1e3:.3f}",
             f"{row.tokens_per_step:.2f}",
             str(row.wasted_nodes),
             str(row.steps),
             str(row.steps_off),
-            f"{plain / row.makespan_ms:.2f}x",
+            f"{plain / row.busy_ms:.2f}x",
         )
     out.print(table)
     recorded = results.get(header.budget)
     measured = trace.measured_ms()
     if recorded is not None and measured > 0.0:
-        error = recorded.makespan_ms / measured - 1.0
+        error = recorded.busy_ms / measured - 1.0
         out.print(
-            f"{header.budget}: predicted {recorded.makespan_ms / 1e3:.3f} s,"
-            f" measured {measured / 1e3:.3f} s ({error:+.1%})"
+            f"{header.budget}: predicted {recorded.busy_ms / 1e3:.3f} s, measured {measured / 1e3:.3f} s ({error:+.1%})"
         )
     out.print()

@@ -180,7 +180,7 @@ class Trace:
         return None if timing is None else timing.step()
 
     def measured_ms(self) -> float:
-        """The recorded makespan: all steps that were timed, and the last ones, which nobody was told of.
+        """Of the recorded steps together: those that were timed, and the last ones, which nobody was told of.
 
         A step without a time took as long as from its predecessor's verdicts to its own.
         """

@@ -47,6 +47,11 @@ class Result:
     nodes: tuple[int, ...] = field(repr=False)
 
     @property
+    def busy_ms(self) -> float:
+        """Of its steps together: the makespan without the times in which nobody was there."""
+        return sum(self.step_ms)
+
+    @property
     def tokens_per_step(self) -> float:
         """Tokens that a running request yields per decode step; 1 without drafts."""
         return self.decode_tokens / self.request_steps if self.request_steps else 1.0

@@ -32,7 +32,7 @@ def test_every_budget_runs_on_every_shipped_trace_and_the_recorded_one_takes_the
     text = run(path, "--strategy", "all", "--out", out)
     rows = {row["name"]: row for row in json.loads(out.read_text())}
     assert tuple(rows) == names()
-    columns = {"name", "trace", "makespan_s", "tokens_per_step", "wasted_nodes", "steps", "steps_off"}
+    columns = {"name", "trace", "busy_s", "tokens_per_step", "wasted_nodes", "steps", "steps_off"}
     assert all(set(row) == columns for row in rows.values())
     assert rows["off"]["steps_off"] == rows["off"]["steps"] and rows["off"]["tokens_per_step"] == 1.0
     trace = read_trace(path)

@@ -127,6 +127,15 @@ def test_without_drafts_a_rollout_is_the_sum_of_its_plain_steps():
     assert result.makespan_ms == pytest.approx(total)
 
 
+def test_a_wait_in_which_nobody_is_there_counts_for_the_makespan_alone():
+    trace = make_trace(TracePlan(requests=2, batch=4, median=20, seed=3))
+    first, second = trace.arrivals
+    late = replace(trace, arrivals=(first, structs.replace(second, ready_ms=60_000.0)))
+    result = replay(late, budget("off"))
+    assert result.makespan_ms > 60_000.0 > 10 * result.busy_ms > 0.0
+    assert result.makespan_ms - result.busy_ms == pytest.approx(60_000.0 - result.finish_ms[0])
+
+
 @pytest.mark.parametrize("name", names())
 def test_every_budget_yields_every_token_and_the_same_replay_twice(name: str):
     trace = make_trace(TracePlan(requests=10, batch=4, median=30, sibling=0.3, seed=5))
