@@ -6,6 +6,8 @@ temperature 1, so a shape gains less there than with one that has more to choose
 
 from __future__ import annotations
 
+import statistics
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -34,18 +36,18 @@ SHAPES = (COMB, BEAMS, TLT, (1, 12), (2, 12))
 
 
 def drafted(ours: Engine, temperature: float, beam: int, nodes: int) -> tuple[list[list[int]], float]:
-    """The tokens, and how many drafts of a tree are accepted."""
-    model, stats = ours.runner.model_drafter, ours.runner.stats
-    model.most_beams = beam
-    accepted, trees = stats.accepted, 0
-    came = ours.runner._came
+    """The tokens, and how many drafts of a tree are accepted where the answer goes on for as long as trees are deep."""
+    ours.runner.model_drafter.most_beams = beam
+    host, seen = ours.runner.host, defaultdict[str, list[tuple[int, int]]](list)
+    came_home = host.came_home
 
-    def counted(home: Any, words: Any) -> Any:
-        nonlocal trees
-        trees += int((home.proposed().sizes > 0).sum())
-        return came(home, words)
+    def counted(step: Any, result: Any) -> None:
+        drafts = zip(step.trees.request_ids, step.trees.sizes.tolist(), result.num_accepted.tolist(), strict=True)
+        for name, size, accepted in drafts:
+            seen[name.partition("-")[0]].append((size, accepted))
+        came_home(step, result)
 
-    ours.runner._came = counted
+    host.came_home = counted
     own = {"max_draft_tokens": nodes}
     params = [
         SamplingParams(temperature=temperature, seed=i, max_tokens=96, extra_args={"spec_rollout": own})
@@ -57,23 +59,32 @@ def drafted(ours: Engine, temperature: float, beam: int, nodes: int) -> tuple[li
         some = slice(begin, begin + AT_ONCE)
         found += ours.llm.generate(prompts[some], params[some], use_tqdm=False)
     ours.runner.settle()
-    ours.runner._came = came
-    import time; print('TIMED', beam, nodes, (stats.accepted - accepted) / trees, trees, time.ctime(), flush=True)
-    return [list(one.outputs[0].token_ids) for one in found], (stats.accepted - accepted) / trees
+    host.came_home = came_home
+    counts: list[int] = []
+    for one in found:
+        left = len(one.outputs[0].token_ids) - 1
+        for size, accepted in seen[one.request_id]:
+            if size and left > LEVELS:
+                counts.append(accepted)
+            left -= 1 + accepted
+    assert len(counts) > 2 * REQUESTS
+    return [list(one.outputs[0].token_ids) for one in found], statistics.fmean(counts)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("temperature", [1.0, 1.5])
 def test_wider_trees_are_accepted_further(temperature: float) -> None:
-    with engine(str(CHECKPOINT), "float32", is_ours=True, spec_rollout=OWN, **{**ENGINE, "max_num_seqs": 8 * AT_ONCE}) as ours:
+    with engine(
+        str(CHECKPOINT), "float32", is_ours=True, spec_rollout=OWN, **{**ENGINE, "max_num_seqs": 8 * AT_ONCE}
+    ) as ours:
         # each of the requests has room for eight beams
         assert ours.runner.model_drafter.beams.most_rows == 8 * AT_ONCE
         drafted(ours, temperature, *COMB)  # what its two weights are learned from
         found = {shape: drafted(ours, temperature, *shape) for shape in SHAPES}
     tokens = [tokens for tokens, _ in found.values()]
     accepted = {shape: count for shape, (_, count) in found.items()}
-    print(temperature, accepted)
+    print(temperature, accepted, flush=True)
     assert all(own == tokens[0] for own in tokens)
     assert accepted[BEAMS] >= 1.10 * accepted[COMB], accepted
     assert accepted[TLT] >= 1.20 * accepted[COMB], accepted
