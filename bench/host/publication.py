@@ -102,7 +102,7 @@ def main() -> None:
                     f" exchange {1e3 * exchange:.2f} ms",
                     flush=True,
                 )
-            llm.llm_engine.abort_request(list(llm.llm_engine.output_processor.request_states))
+            llm.llm_engine.abort_request(list(llm.llm_engine.output_processor.request_states), internal=True)
 
 
 if __name__ == "__main__":
