@@ -85,8 +85,9 @@ class Trial(EngineScenario):
 
     def measure(self, session: Session) -> Found:
         assert self.prompts is not None
-        tokenizer = Tokenizer(self.model)
-        prompts = [tokenizer.prompt(prompt) for prompt in read_prompts(self.prompts)[: self.most_prompts]]
+        # a wrong file is told before a tokenizer is loaded
+        chosen = read_prompts(self.prompts)[: self.most_prompts]
+        prompts = [*map(Tokenizer(self.model).prompt, chosen)]
         owners = [i for i in range(len(prompts)) for _ in range(self.samples)]
         asked = [prompts[i] for i in owners]
         ends = 1 + (self.rival != NONE) * (self.epochs + 2)
