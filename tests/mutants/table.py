@@ -57,9 +57,7 @@ MUTANTS = (
             f"{IDENTITY}/test_learning.py::test_learning_is_refused_where_no_head_learns": REFUSAL,
             f"{SWAPPED}::test_a_head_with_an_output_head_of_its_own_may_not_leave_it_out": REFUSAL,
             f"{SWAPPED}::test_an_engine_without_a_model_that_drafts_refuses": REFUSAL,
-            f"{SWAPPED}::test_weights_that_fail_half_way_switch_the_drafter_off": NO_DRAFTS,
             f"{SWAPPED}::test_a_drafter_written_off_before_a_swap_is_half_believed_after_it": NO_DRAFTS,
-            f"{MODELS}::test_a_model_that_fails_between_two_drafts_is_switched_off": NO_DRAFTS,
         },
     ),
     Mutant(
