@@ -85,7 +85,7 @@ _TITLES = {
     "try": (
         "Try",
         "`specrollout try`: engines one after the other, each with the whole device; epochs of the same prompts. In"
-        " this run the warm-up had asked half of them: 16 tokens of those answers stood in history when epoch 1 began.",
+        " this run the warm-up had asked half of them: 16 tokens of each answer stood in history as epoch 1 began.",
     ),
     "curves": (
         "Curves",
