@@ -139,19 +139,19 @@ class Speculator(Contained):
         proposals = self._proposals(batch, limits, step)
         if not proposals:
             plan = StepPlan(nothing, "nothing proposed", pays=False, reach=np.zeros(0, np.float32))
-            self._weigh(plan, step)
+            self._weigh(plan)
             if self.budget.backs_off and not self._asking.overruns and not any(d.works_ahead for d in self.drafters):
                 self.backoff.asked(step, self._running, False)
             return self._planned(batch, limits, (), plan, begin)
         chosen = self._budget_does(lambda budget: self._chosen(budget, proposals, limits, batch))
         plan = chosen or StepPlan(nothing, RESTS, is_on=False, pays=False)
-        self.backoff.asked(step, self._running, self._weigh(plan, step) or bool(plan.pays))
+        self.backoff.asked(step, self._running, self._weigh(plan) or bool(plan.pays))
         return self._planned(batch, limits, proposals, plan, begin)
 
-    def _weigh(self, plan: StepPlan, step: int) -> bool:
+    def _weigh(self, plan: StepPlan) -> bool:
         """Learn what expensive drafters brought, and whether one that was tried for a request would pay for all. What
         goes wrong at that lies in what the budget made of them."""
-        return bool(self.worth.asked and self._budget_does(lambda budget: self.worth.learn(plan, step)))
+        return bool(self.worth.asked and self._budget_does(lambda budget: self.worth.learn(plan)))
 
     def _planned(
         self,

@@ -18,7 +18,15 @@ from vllm_specrollout.drafters.base import UNBOUNDED
 from vllm_specrollout.trees.batch import chains
 from vllm_specrollout.types import DraftLimits, DraftMode, RequestBatch, RequestView, TreeBatch, VerifyResult
 from vllm_specrollout.worker.models.drafter import MOST_UNMET, MOST_UNSOUND, ModelDrafter
-from vllm_specrollout.worker.models.proposing import HeldRows, Proposer, Seat, most_tokens, without_adapters
+from vllm_specrollout.worker.models.proposing import (
+    HeldRows,
+    Proposer,
+    Seat,
+    have_prompts,
+    most_tokens,
+    rows_that_hold,
+    without_adapters,
+)
 
 LEVELS, TARGET, VOCAB = 3, 512, 8
 
@@ -94,7 +102,7 @@ class Engine:
             self.computed[name] = begin + count
         names = list(rows)
 
-        def seat_of(i: int, count: int) -> Seat:
+        def seat_of(i: int) -> Seat:
             name, after = names[i], self.computed[names[i]]
             view = SimpleNamespace(request_id=name)
             entry = SimpleNamespace(
@@ -107,8 +115,9 @@ class Engine:
             return (places * 10).int(), places.long(), torch.empty(len(index), 0)
 
         starts = np.concatenate([[0], np.cumsum(list(rows.values()))]).astype(np.int32)
-        self.model.seats = {}
-        self.model.feed_step(starts, None, None, seat_of, columns_of)
+        index, counts = rows_that_hold(starts, None, None)
+        seats = [seat_of(i) for i in range(len(names))]
+        self.model.feed_step(seats, counts, have_prompts(starts, None).tolist(), index, columns_of)
 
     def propose(self) -> TreeBatch:
         names = list(self.model.seats)

@@ -31,6 +31,10 @@ FIRST_PAUSE, LONGEST_PAUSE = 4, 64
 """Steps without drafts; each further pause is twice as long, and one try lies between two."""
 
 
+SHARE = 0.01
+"""Of the time, or of the steps with drafts: what may be lost to know what drafts are worth."""
+
+
 class Budget(Protocol):
     """Decides how much to draft. Pure: the same calls give the same answers."""
 

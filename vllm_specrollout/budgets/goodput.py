@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_specrollout import _core
-from vllm_specrollout.budgets.base import BaseBudget, bounded
+from vllm_specrollout.budgets.base import SHARE, BaseBudget, bounded
 from vllm_specrollout.budgets.step_cost import StepCost
 from vllm_specrollout.trees.batch import Prices, merge_select
 from vllm_specrollout.types import (
@@ -37,8 +37,8 @@ from vllm_specrollout.types import (
 COLD, SPELL = 3, 6
 """A spell: so many steps in a row leave drafters alone, to measure what drafts are compared with. Its first ones do not
 count. They are up to a half dearer than plain decoding's own, since caches and threads have just worked for drafts."""
-LEAST, SHARE, CREDIT = 8, 0.01, 2.0
-"""Steps with drafts between two spells, at least. Spells may lose that share of the steps with drafts, and a few steps
+LEAST, CREDIT = 8, 2.0
+"""Steps with drafts between two spells, at least. Spells may lose `SHARE` of the steps with drafts, and a few steps
 more: where drafts seem to gain little, there is little to lose, and a wrong measure costs most."""
 TO_KNOW = "plain, to know its cost"
 _ANY = 1 << 30

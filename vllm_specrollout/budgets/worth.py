@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specrollout.budgets.base import FIRST_PAUSE, LONGEST_PAUSE, PATIENCE, is_other
+from vllm_specrollout.budgets.base import PATIENCE, SHARE
 from vllm_specrollout.budgets.step_cost import PRICE_MEMORY, Price
 from vllm_specrollout.types import TENTHS, BoolArray, DraftLimits, FloatArray, StepPlan
 
@@ -25,20 +25,12 @@ class Merit:
         self.num_learned = 0
         # by the tenth of how sure the next token is without it: tokens that it adds to a request, and times seen
         self._tokens, self._seen = np.zeros(TENTHS), np.zeros(TENTHS, np.int64)
-        # steps between two tries where asking does not seem to pay, the first step of the next one, and requests of the
-        # step that it was asked in last
-        self._pause, self._until, self._size = FIRST_PAUSE, 0, 0
+        self.asked_in = 0
+        """The last step that it was asked in."""
 
-    def may_try(self, step: int, num_requests: int) -> bool:
-        return self.num_learned < PATIENCE or step >= self._until or is_other(num_requests, self._size)
-
-    def asked(self, step: int, num_requests: int, *, pays: bool) -> None:
-        """It was asked; whether that pays is what is believed now."""
-        if pays or is_other(num_requests, self._size):
-            self._pause = FIRST_PAUSE
-        elif self.num_learned > PATIENCE:
-            self._pause = min(2 * self._pause, LONGEST_PAUSE)
-        self._until, self._size = step + 1 + self._pause, num_requests
+    def may_try(self, step: int, step_ms: float, ms: float) -> bool:
+        """Whether steps that take so long each have earned a try of so many milliseconds since it was asked."""
+        return self.num_learned < PATIENCE or ms <= SHARE * step_ms * (step - self.asked_in)
 
     def added(self, sure: FloatArray) -> npt.NDArray[np.float64]:
         """[R] tokens that it adds to each request; of a tenth never seen, as in the nearest one that was."""
@@ -49,7 +41,6 @@ class Merit:
     def renew(self) -> None:
         """It is another one, and begins with what was known of the one before: as if that was seen once."""
         self.num_learned, self._seen = min(self.num_learned, 1), np.minimum(self._seen, 1)
-        self._pause, self._until = FIRST_PAUSE, 0
 
     def learn(self, sure: FloatArray, tokens: FloatArray, verify_ms: float) -> None:
         """It added so many tokens [K] to the requests that it was asked for, and so much time to each."""
@@ -69,7 +60,8 @@ class Worth:
     A drafter that takes next to nothing is asked for all, and first. Then an expensive one adds few tokens to a
     request whose next token is known already, and more to the others: how many is learned by how sure the next token
     is. As with nodes, one cumulative sum over the requests, those that gain most first, finds the best set. Where it is
-    empty the drafter is tried all the same now and then, since what is never tried is never learned.
+    empty the drafter is tried all the same now and then, since what is never tried is never learned: as often as loses
+    a hundredth of the time.
     """
 
     def __init__(self) -> None:
@@ -98,7 +90,7 @@ class Worth:
         """[R] the requests that it is asked for, out of those that `may` [R] have drafts of it."""
         merit = self._merits.setdefault(name, Merit())
         wanted = _best(merit, price, without, may)
-        is_try = not wanted.any() and merit.may_try(step, len(may))
+        is_try = not wanted.any() and merit.may_try(step, without.expected_ms, price.of(1))
         if is_try and merit.num_learned < PATIENCE:
             # at first for all, to know what that takes; later for one: that says as much of its drafts, and takes less
             wanted = may
@@ -107,10 +99,11 @@ class Worth:
             least = np.flatnonzero(sure == sure.min())
             wanted = np.arange(len(may)) == least[step % len(least)]
         if wanted.any():
+            merit.asked_in = step
             self.asked[name] = price, wanted, without, may if is_try else None
         return wanted
 
-    def learn(self, plan: StepPlan, step: int) -> bool:
+    def learn(self, plan: StepPlan) -> bool:
         """The step is planned: what expensive drafters have added to it is known.
 
         Returns:
@@ -127,9 +120,7 @@ class Worth:
             if with_it.expected_ms > 0.0:
                 verify_ms = (with_it.expected_ms - without.expected_ms - price.of(count)) / count
             merit.learn(_sure(without)[wanted], (_tokens(with_it) - _tokens(without))[wanted], verify_ms)
-            pays = tried is None or bool(_best(merit, price, without, tried).any())
-            merit.asked(step, len(wanted), pays=pays)
-            found |= tried is not None and pays
+            found |= tried is not None and bool(_best(merit, price, without, tried).any())
         return found
 
     def renew(self, name: str) -> None:

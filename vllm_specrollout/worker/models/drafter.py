@@ -23,7 +23,6 @@ from vllm_specrollout.observe.heads import Heads
 from vllm_specrollout.types import (
     DraftLimits,
     DraftMode,
-    IntArray,
     RequestBatch,
     RequestView,
     TreeBatch,
@@ -41,9 +40,7 @@ from vllm_specrollout.worker.models.proposing import (
     Seat,
     WaitingRows,
     first_rows,
-    have_prompts,
     is_untrained,
-    rows_that_hold,
 )
 
 Draw = Callable[[torch.Tensor], torch.Tensor]
@@ -203,33 +200,28 @@ class ModelDrafter(BaseDrafter):
 
     def feed_step(
         self,
-        query_start: IntArray,
-        trees: TreeBatch | None,
-        result: VerifyResult | None,
-        seat_of: Callable[[int, int], Seat | None],
+        seats: Sequence[Seat],
+        counts: np.ndarray,
+        are_prompts: Sequence[bool],
+        index: np.ndarray,
         columns_of: Callable[[np.ndarray], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
     ) -> None:
         """A runner knows the tokens of a step.
 
         Args:
-            query_start, trees, result: the step's, as in `rows_that_hold`.
-            seat_of: request of the step, and how many of its rows hold -> what is known of it; None: it is gone.
+            seats: [R] what is known of its requests.
+            counts, index: [R], [rows] as `rows_that_hold` says.
+            are_prompts: [R] as `have_prompts` says.
             columns_of: rows of the step -> their tokens, positions and hidden states, as in `HeldRows`.
         """
-        index, counts = rows_that_hold(query_start, trees, result)
-        names, kept = [""] * len(counts), np.zeros_like(counts)
-        are_prompts = have_prompts(query_start, trees).tolist()
+        names, kept = [seat.entry.view.request_id for seat in seats], np.zeros_like(counts)
+        self.seats = dict(zip(names, seats, strict=True))
         ends: dict[str, int] = {}
-        for i, count in enumerate(counts.tolist()):
-            seat = seat_of(i, count)
-            if seat is None:
-                continue
-            name = names[i] = seat.entry.view.request_id
-            self.seats[name] = seat
+        for i, (name, seat, count) in enumerate(zip(names, seats, counts.tolist(), strict=True)):
             if seat.entry.admission.shape is DraftMode.OFF and count == 1:
                 continue  # who never drafts is fed for the sake of those who share its prompt's blocks
-            kept[i] = self._kept(name, seat.next_position - count, seat.next_position, are_prompts[i])
-            if kept[i]:
+            kept[i] = own = self._kept(name, seat.next_position - count, seat.next_position, are_prompts[i])
+            if own:
                 ends[name] = seat.next_position
         fed, counts, index = first_rows(names, counts, kept, index)
         self.feed(HeldRows(fed, counts, *columns_of(index)))

@@ -24,6 +24,8 @@ from vllm_specrollout.worker.models.proposing import (
     Proposer,
     Seat,
     check_layers,
+    have_prompts,
+    rows_that_hold,
     without_adapters,
 )
 
@@ -175,20 +177,20 @@ def feed(drafter: ModelDrafter, runner: Any, state: Any, output: Any) -> None:
     if isinstance(proposer, ProposerV1):
         proposer.block_table = table.get_numpy_array()
 
-    def seat_of(i: int, count: int) -> Seat:
-        # sampled in this step; a prompt that is not over yet goes on with its own next token
-        after = int(batch.num_computed_tokens_cpu[i]) + count
-        token = int(batch.token_ids_cpu[i, min(after, drafter.most_tokens)])
-        return Seat(step.entries[i], i, int(blocks[i]), token, after)
-
     def columns_of(index: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows = torch.from_numpy(index)
         return runner.input_ids.gpu[rows], runner.positions[rows], _hidden_of(proposer, state, rows)
 
     query_start = runner.query_start_loc.np[: len(output.req_ids) + 1]
     result = None if step.sampled is None else VerifyResult(step.sampled.num_accepted, step.sampled.accepted)
-    drafter.seats = {}
-    drafter.feed_step(query_start, step.trees, result, seat_of, columns_of)
+    index, counts = rows_that_hold(query_start, step.trees, result)
+    rows = np.arange(len(counts))
+    # sampled in this step; a prompt that is not over yet goes on with its own next token
+    after = batch.num_computed_tokens_cpu[rows] + counts
+    tokens = batch.token_ids_cpu[rows, np.minimum(after, drafter.most_tokens)]
+    columns = (column.tolist() for column in (rows, blocks[rows], tokens, after))
+    seats = list(map(Seat, step.entries, *columns))
+    drafter.feed_step(seats, counts, have_prompts(query_start, step.trees).tolist(), index, columns_of)
 
 
 def _hidden_of(proposer: ProposerV1 | HeadsProposer, state: Any, rows: torch.Tensor) -> torch.Tensor:
