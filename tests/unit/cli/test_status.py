@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ pytest.importorskip("prometheus_client")
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from typer.testing import CliRunner
 
-from tests.unit.cli.served import serving
+from tests.unit.cli.served import answering, serving
 from vllm_specrollout.cli.commands import app
 from vllm_specrollout.cli.status import PREFIX, judge, parse, read_metrics
 from vllm_specrollout.errors import ConfigError
@@ -167,36 +167,23 @@ def test_between_two_looks_only_what_came_since_counts() -> None:
     assert (found.tokens_per_step, found.speedup) == (4.0, 3.0)
 
 
-@pytest.fixture
-def server() -> Iterator[tuple[str, Shown]]:
+def test_the_command_says_it_and_ends_with_1_where_somebody_must_act() -> None:
     shown = Shown()
-
-    def answer(path: str, headers: Any) -> tuple[int, str]:
-        body = {"/metrics": shown.text(), "/other/metrics": "up 1\n"}.get(path, "")
-        return (200 if body else 404), body
-
-    with serving(answer) as url:
-        yield url, shown
-
-
-def test_the_command_says_it_and_ends_with_1_where_somebody_must_act(server: tuple[str, Shown]) -> None:
-    url, shown = server
     shown.decode(10, 15, 1.0, 1.2)
-    done = CliRunner().invoke(app, ["status", url])
-    assert done.exit_code == 0 and done.stdout.startswith("paying: 1.50")
-    watched = json.loads(CliRunner().invoke(app, ["status", url, "--json", "--over", "0.01"]).stdout)
-    assert watched["verdict"] == "idle" and watched["engines"] == 1, "nothing was decoded meanwhile"
-    shown.set("failures", 1, "ngram")
-    shown.set("drafters_alive", 0, "worker")
-    assert CliRunner().invoke(app, ["status", url]).exit_code == 1
 
+    def work(own: BaseHTTPRequestHandler) -> None:
+        answering(200, {"/metrics": shown.text(), "/other/metrics": "up 1\n"}[own.path].encode())(own)
 
-@pytest.mark.parametrize(
-    ("path", "cause"), [("/other", "none of vLLM's"), ("/nothing", "shows no metrics"), (None, "is no address")]
-)
-def test_an_address_that_says_nothing_is_an_error(server: tuple[str, Shown], path: str | None, cause: str) -> None:
-    with pytest.raises(ConfigError, match=cause):
-        read_metrics("localhost:8000" if path is None else server[0] + path)
+    with serving(work) as url:
+        done = CliRunner().invoke(app, ["status", url])
+        assert done.exit_code == 0 and done.stdout.startswith("paying: 1.50")
+        watched = json.loads(CliRunner().invoke(app, ["status", url, "--json", "--over", "0.01"]).stdout)
+        assert watched["verdict"] == "idle" and watched["engines"] == 1, "nothing was decoded meanwhile"
+        shown.set("failures", 1, "ngram")
+        shown.set("drafters_alive", 0, "worker")
+        assert CliRunner().invoke(app, ["status", url]).exit_code == 1
+        with pytest.raises(ConfigError, match="none of vLLM's"):
+            read_metrics(url + "/other")
 
 
 def test_a_head_that_learns_is_told_of_with_its_rates_and_its_trainer() -> None:
