@@ -85,7 +85,7 @@ def test_a_server_whose_drafts_are_all_rejected_says_whose_and_how_far_a_drafter
     ]
 
 
-def test_which_head_drafts_is_said_once_one_was_loaded() -> None:
+def test_which_head_drafts_and_how_it_learns_is_said_once_one_was_loaded() -> None:
     shown = Shown()
     shown.decode(10, 30, 1.0, 2.0)
     shown.set("head", 0, "number")
@@ -94,7 +94,16 @@ def test_which_head_drafts_is_said_once_one_was_loaded() -> None:
     shown.set("head", 1, "went_back")
     assert shown.says().splitlines()[1:] == ["  head            number 0 drafts; 1 times a new one was worse"]
     shown.set("head", 3, "number")
-    assert "number 3 drafts" in shown.says()
+    shown.set("trainer_work", 61000, "rows")
+    shown.set("trainer_work", 21, "seconds")
+    for when, share in (("at publication", 0.74), ("now", 0.71)):
+        shown.set("head_match_rate", share, when)
+    for state in ("resting", "halted", "training"):
+        shown.set("trainer_state", state == "halted", state)
+    assert shown.says().splitlines()[1:] == [
+        "  head            number 3 drafts; 1 times a new one was worse",
+        "  learning        met 71% of the time, 74% at its publication; trainer halted, 61000 rows in 21 s",
+    ]
 
 
 def test_a_server_whose_steps_take_longer_than_plain_ones_is_not_paying() -> None:
@@ -103,34 +112,27 @@ def test_a_server_whose_steps_take_longer_than_plain_ones_is_not_paying() -> Non
     assert shown.says() == "on, and not paying: 1.10 tokens a step, 0.50 times plain decoding by estimate"
 
 
-def test_a_pause_has_the_commonest_reason_and_what_was_gained_before() -> None:
+GAIN = "1.50 tokens a step, 1.20 times plain decoding by estimate"
+
+
+@pytest.mark.parametrize(
+    ("decisions", "said"),
+    [
+        ({"pays": 20, "drafts do not pay": 30, "off": 2}, ["paused: drafts do not pay", f"  so far          {GAIN}"]),
+        ({"off": 10}, ["paused: its `budget` is `off`", f"  so far          {GAIN}"]),
+        ({SELF_CHECK: 3}, [f"failing: {SELF_CHECK}; the server's log says more", f"  so far          {GAIN}"]),
+        ({"pays": 50, "drafts do not pay": 1}, [f"paying: {GAIN}", "  last step       paused: drafts do not pay"]),
+    ],
+)
+def test_a_pause_has_the_commonest_reason_and_what_was_gained_before(
+    decisions: dict[str, int], said: list[str]
+) -> None:
     shown = Shown()
     shown.decode(10, 15, 1.0, 1.2)
     shown.set("is_on", 0)
-    for choice, reason, count in (("on", "pays", 20), ("off", "drafts do not pay", 30), ("off", "off", 2)):
-        shown.set("decisions", count, choice, reason)
-    assert shown.says().splitlines() == [
-        "paused: drafts do not pay",
-        "  so far          1.50 tokens a step, 1.20 times plain decoding by estimate",
-    ]
-
-
-def test_a_budget_that_is_off_is_named() -> None:
-    shown = Shown()
-    shown.decode(10, 10, 1.0, 1.0)
-    shown.set("is_on", 0)
-    shown.set("decisions", 10, "off", "off")
-    assert shown.says().startswith("paused: its `budget` is `off`")
-
-
-def test_a_server_that_paused_at_its_last_step_alone_is_paying() -> None:
-    shown = Shown()
-    shown.decode(10, 15, 1.0, 1.2)
-    shown.set("is_on", 0)
-    for choice, reason, count in (("on", "pays", 50), ("off", "drafts do not pay", 1)):
-        shown.set("decisions", count, choice, reason)
-    first, *more = shown.says().splitlines()
-    assert first.startswith("paying: 1.50") and more == ["  last step       paused: drafts do not pay"]
+    for reason, count in decisions.items():
+        shown.set("decisions", count, "on" if reason == "pays" else "off", reason)
+    assert shown.says().splitlines() == said
 
 
 def test_a_server_whose_drafters_are_gone_is_failing_and_says_which() -> None:
@@ -142,14 +144,6 @@ def test_a_server_whose_drafters_are_gone_is_failing_and_says_which() -> None:
     assert "last step" not in shown.says()
     assert shown.says().splitlines()[0] == "failing: no drafter is left; history failed; the server's log says more"
     assert "  failed          history: 5 times" in shown.says()
-
-
-def test_a_server_whose_check_of_itself_has_ended_drafting_is_failing() -> None:
-    shown = Shown()
-    shown.decode(10, 10, 1.0, 1.0)
-    shown.set("is_on", 0)
-    shown.set("decisions", 3, "off", SELF_CHECK)
-    assert shown.says().startswith("failing: self-check")
 
 
 def test_a_server_that_has_done_nothing_is_on_and_a_stock_one_is_off() -> None:
@@ -184,18 +178,3 @@ def test_the_command_says_it_and_ends_with_1_where_somebody_must_act() -> None:
         assert CliRunner().invoke(app, ["status", url]).exit_code == 1
         with pytest.raises(ConfigError, match="none of vLLM's"):
             read_metrics(url + "/other")
-
-
-def test_a_head_that_learns_is_told_of_with_its_rates_and_its_trainer() -> None:
-    shown = Shown()
-    shown.decode(10, 30, 1.0, 2.0)
-    assert "learning" not in shown.says()
-    shown.set("trainer_work", 61000, "rows")
-    shown.set("trainer_work", 21, "seconds")
-    for when, share in (("at publication", 0.74), ("now", 0.71)):
-        shown.set("head_match_rate", share, when)
-    for state in ("resting", "halted", "training"):
-        shown.set("trainer_state", state == "halted", state)
-    assert shown.says().splitlines()[1] == (
-        "  learning        met 71% of the time, 74% at its publication; trainer halted, 61000 rows in 21 s"
-    )
