@@ -5,7 +5,6 @@ import pytest
 from vllm_specrollout.cli import flags
 from vllm_specrollout.errors import ConfigError
 
-
 WHOLE = "give whole numbers from 1 to 256, for example `--batch 1,4,16`"
 PER_RANK = "give one probability per rank, for example `--accuracy 0.6,0.2`"
 
