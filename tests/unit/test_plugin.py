@@ -1,6 +1,5 @@
 import logging
 import sys
-
 from dataclasses import replace
 
 import pytest

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_specrollout.config import SpecRolloutConfig
-
 from vllm_specrollout.patches import features, supported
 from vllm_specrollout.server import engines, limits, settings
 
