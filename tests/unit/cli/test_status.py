@@ -166,7 +166,8 @@ def test_the_command_says_it_and_ends_with_1_where_somebody_must_act() -> None:
     shown.decode(10, 15, 1.0, 1.2)
 
     def work(own: BaseHTTPRequestHandler) -> None:
-        answering(200, {"/metrics": shown.text(), "/other/metrics": "up 1\n"}[own.path].encode())(own)
+        text = {"/metrics": shown.text(), "/other/metrics": "up 1\n"}.get(own.path, "")
+        answering(200 if text else 404, text.encode())(own)
 
     with serving(work) as url:
         done = CliRunner().invoke(app, ["status", url])
@@ -176,5 +177,6 @@ def test_the_command_says_it_and_ends_with_1_where_somebody_must_act() -> None:
         shown.set("failures", 1, "ngram")
         shown.set("drafters_alive", 0, "worker")
         assert CliRunner().invoke(app, ["status", url]).exit_code == 1
-        with pytest.raises(ConfigError, match="none of vLLM's"):
-            read_metrics(url + "/other")
+        for path, cause in (("/other", "none of vLLM's"), ("/nothing", "shows no metrics")):
+            with pytest.raises(ConfigError, match=cause):
+                read_metrics(url + path)
