@@ -16,6 +16,10 @@ def answers_in(store: HistoryStore, problem_id: str) -> list[Answer]:
     return [answer for answer in found if answer is not None]
 
 
+def names(store: HistoryStore, problem_id: str = "p") -> list[str]:
+    return [answer.request_id for answer in answers_in(store, problem_id)]
+
+
 def answers_of(path: Path) -> list[Answer]:
     """All answers of a file that can be read, with their last rewards, in the order they were written."""
     found = list[Answer]()
