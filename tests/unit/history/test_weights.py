@@ -14,12 +14,10 @@ REWARDS = st.none() | st.floats(-1e300, 1e300)
     "age, reward, weight",
     [(0, None, 1.0), (0, 0.0, 1.0), (0, 1.0, 2.0), (1, None, 0.5), (2, 1.0, 0.5), (0, -3.0, 1.0), (-1, None, 1.0)],
 )
-def test_a_weight_falls_with_age_and_grows_with_reward(age, reward, weight):
+def test_a_weight_falls_with_age_and_grows_with_reward_unless_told_otherwise(age, reward, weight):
     assert weight_of(HistoryConfig(), age, reward) == round(weight * ONE)
-
-
-def test_rewards_can_be_left_out_of_it():
-    assert weight_of(HistoryConfig(reward_weight=0.0), 0, 100.0) == ONE
+    assert weight_of(HistoryConfig(reward_weight=0.0), age, reward) == weight_of(HistoryConfig(), age, None)
+    assert weight_of(HistoryConfig(decay=0.0), age, reward) == (0 if age > 0 else round(weight * ONE))
 
 
 @pytest.mark.parametrize("rewards", [(1.0, 1.0), (0.25, 0.5), (0.0, 0.0)])
@@ -29,11 +27,6 @@ def test_with_a_large_weight_of_rewards_their_largest_sum_wins(rewards):
     wrong = 9 * weight_of(config, 1, 0.0)
     right = sum(weight_of(config, 1, reward) for reward in rewards)
     assert (right > wrong) == (sum(rewards) > 0.0)
-
-
-def test_without_decay_left_only_this_epoch_counts():
-    config = HistoryConfig(decay=0.0)
-    assert weight_of(config, 0, None) == ONE and weight_of(config, 1, 5.0) == 0
 
 
 @given(st.floats(0, 1), st.floats(0, 1024), st.integers(-3, 1024), REWARDS, REWARDS)
