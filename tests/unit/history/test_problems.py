@@ -48,19 +48,6 @@ def test_a_running_answer_counts_as_it_stands():
     assert known.arrive("again", PROMPT + ANSWER[:4]) == Attribution(problem, continues=True)
 
 
-def test_interrupted_again_and_again_it_stays_the_same_problem():
-    known = Problems()
-    problem, prompt = answered(known), list(PROMPT)
-    rng = random.Random(1)
-    for number in range(40):
-        answer = [rng.randrange(100) for _ in range(rng.randrange(1, 6))]
-        found = known.arrive(f"{number}", prompt, answer[:0])
-        assert found.problem_id == problem and found.continues == (number > 0)
-        known._running[f"{number}"].live[f"{number}"] = answer
-        known.end(f"{number}")
-        prompt += answer[: rng.randrange(1, len(answer) + 1)]
-
-
 @pytest.mark.parametrize("end", [ANSWER, ANSWER[:-1]], ids=["whole", "its last token replaced by the template"])
 def test_the_next_turn_of_a_conversation_is_the_old_problem(end):
     known = Problems()
