@@ -21,7 +21,7 @@ def build():
     """A store, texts over it, and the memory of their device."""
 
     def make(answers=(), *, most_tokens=10_000, most_problems=4, past=8, **changes):
-        config = HistoryConfig(**({"epochs": 2} | changes))
+        config = HistoryConfig(**changes)
         store = HistoryStore(config)
         for answer in answers:
             store.append(answer)
@@ -82,29 +82,7 @@ def test_answers_of_one_name_in_two_epochs_are_two(build, make_answer):
     assert memory.eighths("p") == [-8, 8]
 
 
-def test_without_siblings_answers_of_the_present_epoch_do_not_draft_until_it_is_over(build, make_answer):
-    store, texts, memory = build([make_answer("a")], siblings=False)
-    store.begin_epoch()
-    texts.want("p")
-    ends(store, texts, make_answer("b", epoch=1))
-    memory.settle()
-    assert memory.answers("p") == [whole(make_answer("a"))]
-    store.begin_epoch()
-    memory.apply()
-    assert memory.eighths("p") == [-16, -8]
-
-
 # --- weights ----------------------------------------------------------------------------------------------------------
-
-
-def test_weights_say_how_old_an_answer_is_and_how_good(build, make_answer):
-    store, texts, memory = build([make_answer("old"), make_answer("good")])
-    store.report_reward("good", 3.0)
-    store.begin_epoch()
-    texts.want("p")
-    ends(store, texts, make_answer("new", epoch=1))
-    memory.settle()
-    assert memory.eighths("p") == [-8, 8, 0]
 
 
 def test_a_reward_reaches_what_is_there_without_a_token_being_written(build, make_answer):
@@ -114,37 +92,6 @@ def test_a_reward_reaches_what_is_there_without_a_token_being_written(build, mak
     texts.set_reward("a", 1.0)
     texts.set_reward("nobody", 1.0)
     assert memory.apply() == 0 and memory.eighths("p") == [8, 0]
-
-
-def test_a_reward_that_comes_while_its_answer_is_handed_over_counts(build, make_answer):
-    store, texts, memory = build([make_answer("a")])
-    texts.want("p")
-    texts._executor.run()
-    store.report_reward("a", 1.0)
-    texts.set_reward("a", 1.0)
-    assert memory.settle().eighths("p") == [8]
-
-
-def test_with_decay_0_older_answers_do_not_draft(build, make_answer):
-    store, texts, memory = build([make_answer("a")], decay=0.0)
-    texts.want("p")
-    memory.settle()
-    assert memory.eighths("p") == [0]
-    store.begin_epoch()
-    memory.apply()
-    assert memory.eighths("p") == []
-
-
-@pytest.mark.parametrize("is_running", [False, True])
-def test_behind_a_jump_of_the_epoch_answers_weigh_as_the_oldest_that_draft(build, make_answer, is_running):
-    store, texts, memory = build([make_answer("a")], decay=0.5)
-    texts.want("p")
-    memory.settle()
-    if not is_running:
-        texts.done("p")
-    store.begin_epoch(1_000_000)
-    texts.want("p")
-    assert memory.settle().eighths("p") == [-16]
 
 
 def test_a_new_epoch_weighs_anew_what_is_in_use_and_drops_what_is_not(build, make_answer):
@@ -159,19 +106,6 @@ def test_a_new_epoch_weighs_anew_what_is_in_use_and_drops_what_is_not(build, mak
     assert memory.eighths("p") == [-8] and texts.row("q") == -1 and not memory.spans[row].any()
     texts.want("q")
     assert memory.settle().eighths("q") == [-8]
-
-
-def test_what_is_too_old_goes_from_rows_in_use_and_is_not_taken_over_either(build, make_answer):
-    store, texts, memory = build([make_answer("a")], epochs=0)
-    texts.want("p")
-    memory.settle()
-    texts.want("q")
-    store.append(make_answer("b", problem_id="q"))
-    memory.apply()
-    texts._executor.run()
-    store.begin_epoch()
-    memory.settle()
-    assert memory.answers("p") == memory.answers("q") == []
 
 
 # --- room -------------------------------------------------------------------------------------------------------------

@@ -100,33 +100,21 @@ class Naive:
         return found
 
 
-@given(
-    STEPS,
-    st.fixed_dictionaries(
-        {
-            "epochs": st.integers(1, 2),
-            "siblings": st.booleans(),
-            "decay": st.sampled_from([0.0, 0.5]),
-            "reward_weight": st.sampled_from([1.0, 255.0]),
-        }
-    ),
-    st.sampled_from([61, 203, 1 << 16]),
-    st.sampled_from([(1, 1), (2, 3), (4, 64)]),
+CONFIGS = st.builds(
+    HistoryConfig,
+    epochs=st.integers(1, 2),
+    siblings=st.booleans(),
+    decay=st.sampled_from([0.0, 0.5]),
+    reward_weight=st.sampled_from([1.0, 255.0]),
 )
-def test_every_span_reads_an_answer_that_drafts_whatever_happens(steps, changes, most_tokens, sizes):
-    config = HistoryConfig(**changes)
+
+
+@given(STEPS, CONFIGS, st.sampled_from([61, 203, 1 << 16]), st.sampled_from([(1, 1), (2, 3), (4, 64)]))
+def test_every_span_reads_an_answer_that_drafts_whatever_happens(steps, config, most_tokens, sizes):
     store = HistoryStore(config)
-    (most_problems, past), later = sizes, Later()
-    texts = Texts(
-        config,
-        store,
-        most_problems=most_problems,
-        past=past,
-        most_tokens=most_tokens,
-        reach=REACH,
-        tile=TILE,
-        executor=later,
-    )
+    most_problems, past = sizes
+    room = {"most_problems": most_problems, "past": past, "most_tokens": most_tokens}
+    texts = Texts(config, store, **room, reach=REACH, tile=TILE, executor=Later())
     naive = Naive(texts, store, config)
     rows = dict[str, int]()
     for name, *arguments in steps:
