@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from tests.unit.history.texts_device import Later
-from vllm_specrollout import _core
+from vllm_specrollout._core import HistoryIndex
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history.index_cache import ONE, IndexCache
 from vllm_specrollout.history.store import HistoryStore
+from vllm_specrollout.types import Answer, FinishReason
 
 BYTES_PER_TOKEN = 100
 
@@ -78,12 +79,12 @@ def later():
 def build(later):
     """A store and a cache over it."""
 
-    def make(answers=(), **changes):
-        config = HistoryConfig(**({"epochs": 2} | changes))
+    def make(answers=(), index=NaiveIndex, pool=later, **changes):
+        config = HistoryConfig(**changes)
         store = HistoryStore(config)
         for answer in answers:
             store.append(answer)
-        return store, IndexCache(config, store, NaiveIndex, later)
+        return store, IndexCache(config, store, index, pool)
 
     return make
 
@@ -105,33 +106,19 @@ def test_behind_a_jump_of_the_epoch_answers_weigh_as_the_oldest_that_draft(build
     assert cache.get("p").weights() == [ONE // 4]
 
 
-def test_an_index_is_built_from_its_problems_answers_once_it_is_wanted(build, later, make_answer):
+def test_an_index_is_built_once_from_its_problems_answers_when_it_is_wanted(build, later, make_answer):
     mine = [make_answer("a"), make_answer("b")]
     _, cache = build([*mine, make_answer("c", problem_id="q")])
     assert cache.get("p") is None
     cache.want("p")
+    cache.want("p")
     assert cache.get("p") is None, "it is being built"
     later.run()
+    cache.want("p")
     assert tokens_in(cache.get("p")) == [answer.token_ids.tolist() for answer in mine]
     assert cache.get("p").prompts == [answer.prompt_ids.tolist() for answer in mine]
     assert cache.get("q") is None
-    assert (cache.stats().built, cache.stats().indices, cache.stats().building) == (1, 1, 0)
-
-
-def test_a_problem_without_answers_has_an_empty_index_for_its_siblings(build, later):
-    _, cache = build()
-    cache.want("p")
-    later.run()
-    assert cache.get("p").documents == {}
-
-
-def test_wanting_an_index_again_builds_it_once(build, later):
-    _, cache = build()
-    cache.want("p")
-    cache.want("p")
-    later.run()
-    cache.want("p")
-    assert cache.stats().built == 1 and not later.tasks
+    assert (cache.stats().built, cache.stats().indices, cache.stats().building) == (1, 1, 0) and not later.tasks
 
 
 def test_weights_say_how_old_an_answer_is_and_how_good(build, later, make_answer):
@@ -185,11 +172,8 @@ def test_an_index_in_use_loses_what_is_too_old_but_no_answer_that_grows(build, l
 
 
 def test_an_index_finished_after_an_epoch_began_has_that_epochs_weights(build, make_answer):
-    config = HistoryConfig()
-    store = HistoryStore(config)
-    store.append(make_answer("a"))
     pool, reading, go_on = ThreadPoolExecutor(1), threading.Event(), threading.Event()
-    cache = IndexCache(config, store, NaiveIndex, pool)
+    store, cache = build([make_answer("a")], pool=pool)
     read = store.read
 
     def slow_read(*arguments):
@@ -278,17 +262,13 @@ def test_an_index_that_outgrows_the_cap_is_dropped(build, later):
 
 
 @pytest.mark.parametrize("num_threads", [1, 4])
-def test_ten_thousand_problems_stay_within_a_small_cap(num_threads):
-    from vllm_specrollout.types import Answer, FinishReason
-
-    config = HistoryConfig(max_mib=1)
-    store = HistoryStore(config)
+def test_ten_thousand_problems_stay_within_a_small_cap(build, num_threads):
+    pool = ThreadPoolExecutor(num_threads)
+    store, cache = build(pool=pool, max_mib=1)
     rng, picks = np.random.default_rng(0), random.Random(0)
     for number in range(10_000):
         tokens = rng.integers(0, 9, int(rng.integers(1, 60))).astype(np.int32)
         store.append(Answer(f"r{number}", f"p{number}", tokens[:0], tokens, FinishReason.FINISHED, 0))
-    pool = ThreadPoolExecutor(num_threads)
-    cache = IndexCache(config, store, NaiveIndex, pool)
     served = 0
     for start in range(0, 10_000, 50):
         problems = [f"p{number}" for number in range(start, start + 50)]
@@ -307,17 +287,14 @@ def test_ten_thousand_problems_stay_within_a_small_cap(num_threads):
     assert stats.num_bytes <= 1 << 20 and NaiveIndex.most <= 1 << 20
 
 
-def test_room_is_made_for_tables_that_double(later, make_answer):
+def test_room_is_made_for_tables_that_double(build, later, make_answer):
     class Doubling(NaiveIndex):
         @property
         def nbytes(self):
             return 1 << super().nbytes.bit_length()
 
-    config = HistoryConfig(max_mib=1)
-    store = HistoryStore(config)
-    for number in range(80):
-        store.append(make_answer(str(number), problem_id=f"p{number % 4}", count=200))
-    cache = IndexCache(config, store, Doubling, later)
+    answers = [make_answer(str(number), problem_id=f"p{number % 4}", count=200) for number in range(80)]
+    _, cache = build(answers, Doubling, max_mib=1)
     for number in range(4):
         cache.want(f"p{number}")
         later.run()
@@ -325,13 +302,9 @@ def test_room_is_made_for_tables_that_double(later, make_answer):
     assert NaiveIndex.most <= 1 << 20 and cache.stats().built == 4 and cache.get("p3").documents
 
 
-@pytest.mark.skipif(not hasattr(_core, "HistoryIndex"), reason="the C++ core was built before it had this index")
-def test_the_index_of_the_core_is_one_that_a_library_can_keep(later, make_answer):
-    config = HistoryConfig(max_mib=1)
-    store = HistoryStore(config)
-    for number in range(20):
-        store.append(make_answer(str(number), epoch=0, count=2000))
-    cache = IndexCache(config, store, lambda: _core.HistoryIndex(min_match=3, max_match=7, max_matches=32), later)
+def test_the_index_of_the_core_is_one_that_a_library_can_keep(build, later, make_answer):
+    answers = [make_answer(str(number), count=2000) for number in range(20)]
+    store, cache = build(answers, lambda: HistoryIndex(min_match=3, max_match=7, max_matches=32), max_mib=1)
     cache.want("p")
     later.run()
     index = cache.get("p")
