@@ -94,6 +94,15 @@ def test_a_reward_reaches_what_is_there_without_a_token_being_written(build, mak
     assert memory.apply() == 0 and memory.eighths("p") == [8, 0]
 
 
+def test_a_reward_that_comes_while_its_answer_is_handed_over_counts(build, make_answer):
+    store, texts, memory = build([make_answer("a")])
+    texts.want("p")
+    texts._executor.run()
+    store.report_reward("a", 1.0)
+    texts.set_reward("a", 1.0)
+    assert memory.settle().eighths("p") == [8]
+
+
 def test_a_new_epoch_weighs_anew_what_is_in_use_and_drops_what_is_not(build, make_answer):
     store, texts, memory = build([make_answer("a"), make_answer("b", problem_id="q")])
     texts.want("p")
