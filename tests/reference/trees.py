@@ -124,6 +124,13 @@ def check(tree: DraftTree) -> None:
             raise ValueError(f"node {node} has log_q {log_q}, not the log of a probability above 0 and at most 1")
 
 
+def assert_same(tree: DraftTree, expected: DraftTree) -> None:
+    """To the bit; but for the sources, which twins do not know."""
+    assert tree.token_ids.tolist() == expected.token_ids.tolist()
+    assert tree.parents.tolist() == expected.parents.tolist()
+    assert tree.log_q.tobytes() == expected.log_q.tobytes()
+
+
 def path_to(parents: IntArray, node: int) -> list[int]:
     """The nodes from the root (exclusive) down to `node` (inclusive)."""
     path = []
