@@ -48,7 +48,6 @@ REFUSED: dict[str, Callable[[], object]] = {
     ),
     "open nodes, end tokens of too few": lambda: _core.open_nodes(i(0, 1, 2), i(-1, -1), i(5, 5), i(0, 1), i(5)),
     "open nodes, a start that falls": lambda: _core.open_nodes(i(0, 1), i(-1), i(5), i(0, 3, 1), i(5)),
-    "history, no index": lambda: _core.propose_history([None], [0], [4], [4], [False]),
     "history, a document that is none": lambda: _core.propose_history([history()], [-1], [4], [4], [False]),
     "history, tokens in a table": lambda: history().set_prompt(np.zeros((2, 2), np.int32)),
     "history, a token beyond 32 bits": lambda: history().set_prompt(np.asarray([2**40, 1, 2])),
