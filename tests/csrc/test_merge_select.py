@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.reference import merge_select as reference
 from tests.trees import batch_of, limits_of, proposed, tree_of
 from vllm_specrollout import _core
-from vllm_specrollout.trees.batch import MOST, Prices, merge_select
+from vllm_specrollout.trees.batch import Prices, merge_select
 from vllm_specrollout.types import EMPTY_TREE, SOURCES, TENTHS
 
 COLUMNS = ("node_start", "token_ids", "parents", "log_q", "source", "depth")
@@ -53,7 +53,7 @@ def test_the_core_computes_what_the_specification_says(data):
         prices=data.draw(st.one_of(st.none(), prices(total))),
         least_nodes=data.draw(st.sampled_from([0, 2, 64])),
     )
-    assert_same(merge_select(proposals, limits, **options), reference.merge_select(proposals, limits, **options))
+    assert_same(*(by(proposals, limits, **options) for by in (merge_select, reference.merge_select)))
 
 
 def test_more_than_a_few_nodes_are_ranked_as_the_few_are():
@@ -65,48 +65,7 @@ def test_more_than_a_few_nodes_are_ranked_as_the_few_are():
 
     proposals = [batch_of([bushy(source) for _ in range(9)]) for source in range(2)]
     options = dict(prices=Prices(10.0, 0.02 * np.arange(9 * 96 + 1), 0.05, 0.3))
-    assert_same(
-        merge_select(proposals, limits_of(9), **options), reference.merge_select(proposals, limits_of(9), **options)
-    )
-
-
-def test_a_drafter_that_boasts_does_not_crowd_out_one_that_is_right():
-    boaster = batch_of([tree_of([-1, 0, 1], [7, 8, 9], [0.99] * 3, source=0)])
-    modest = batch_of([tree_of([-1, 0, 1], [1, 2, 3], [0.6] * 3, source=1)])
-    experience = np.ones((SOURCES, TENTHS))
-    experience[0] = 0.1
-    merged = merge_select([boaster, modest], limits_of(1, 3), calibration=experience)
-    assert merged.trees.token_ids.tolist() == [1, 2, 3]
-    assert merge_select([boaster, modest], limits_of(1, 3)).trees.token_ids.tolist() == [7, 8, 9]
-
-
-def test_siblings_that_claim_more_than_there_is_share_it():
-    trees = [batch_of([tree_of([-1], [token], [0.9], source=token)]) for token in range(3)]
-    merged = merge_select(trees, limits_of(1))
-    assert merged.reach.sum() == pytest.approx(1.0)
-
-
-def test_a_cheaper_step_verifies_more_and_an_expensive_one_nothing():
-    proposals = [batch_of([tree_of(range(-1, 9), range(10), [0.8] * 10)] * 4)]
-
-    def nodes(per_node):
-        return merge_select(proposals, limits_of(4), prices=Prices(10.0, per_node * np.arange(41.0))).trees.num_nodes
-
-    assert nodes(0.0) == 40
-    assert 0 < nodes(0.5) < 40
-    assert nodes(3.0) == 0
-    assert merge_select(proposals, limits_of(4), prices=Prices(10.0, 3.0 * np.arange(41.0)), least_nodes=64).gain < 1
-
-
-def test_no_node_is_believed_certain():
-    merged = merge_select([batch_of([tree_of([-1], [1], [1.0])])], limits_of(1))
-    assert merged.reach.tolist() == pytest.approx([MOST])
-
-
-def test_requests_without_proposals_keep_their_places():
-    some = tree_of([-1, 0], [5, 6], [0.5, 0.5])
-    merged = merge_select([batch_of([EMPTY_TREE, some, EMPTY_TREE])], limits_of(3))
-    assert merged.trees.node_start.tolist() == [0, 0, 2, 2] and merged.num_proposed.tolist() == [0, 2, 0]
+    assert_same(*(by(proposals, limits_of(9), **options) for by in (merge_select, reference.merge_select)))
 
 
 @pytest.mark.parametrize(
