@@ -1,13 +1,10 @@
 """Random schedules of what trainers do, without an engine: whose answer each is, of which policy, of which epoch."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from dataclasses import dataclass, field
 
 import numpy as np
-import pytest
 
 from tests.unit.history.stored import answers_in
 from tests.unit.history.texts_device import Later
@@ -130,13 +127,3 @@ def test_whatever_is_interrupted_and_pushed_answers_are_kept_under_their_problem
     found = [carry_out(seed) for seed in range(SCHEDULES)]
     assert sum(again for again, _ in found) > 10 * SCHEDULES
     assert sum(version for _, version in found) > (PASSES + 1) * SCHEDULES
-
-
-@pytest.mark.parametrize("continues", [True, False])
-def test_without_knowing_what_goes_on_an_interruption_would_begin_an_epoch(continues: bool) -> None:
-    store = HistoryStore(HistoryConfig())
-    for name in ("A", "B"):
-        store.arrived(name, name, 0)
-    for name in ("A", "B"):
-        store.ended(name)
-    assert store.arrived("A", "A again", 1, continues) == (0 if continues else 1)
