@@ -1,7 +1,5 @@
 """Answers of another model's vocabulary never draft: their files are left out, and their tokens looked at."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 
@@ -28,14 +26,6 @@ def _store(folder: Path, vocabulary: Vocabulary) -> HistoryStore:
     return HistoryStore(HistoryConfig(dir=str(folder)), vocabulary=vocabulary)
 
 
-def _filled(folder: Path, vocabulary: Vocabulary, *answers: Answer) -> None:
-    store = _store(folder, vocabulary)
-    for answer in answers:
-        store.begin_epoch(answer.epoch)
-        store.append(answer)
-    store.close()
-
-
 def test_a_vocabulary_fits_by_its_tokens_and_by_its_size_where_those_are_not_known():
     assert SMALL.fits(SMALL_LATER) and not SMALL.fits(LARGE)
     # embeddings may be padded
@@ -47,7 +37,7 @@ def test_a_vocabulary_fits_by_its_tokens_and_by_its_size_where_those_are_not_kno
 
 def test_every_file_names_its_writers_model_and_keeps_doing_so(tmp_path, make_answer):
     path = tmp_path / "answers-0000.history"
-    _filled(tmp_path, SMALL, make_answer("a"), make_answer("b", epoch=1))
+    filled(path, make_answer("a"), make_answer("b", epoch=1), vocabulary=SMALL)
     upkeep.trim([path], 1)
     assert Database(path).vocabulary == SMALL
     report = upkeep.inspect(path)
@@ -62,8 +52,8 @@ def test_a_file_that_does_not_say_whose_it_is_is_damaged(tmp_path, change_):
 
 
 def test_a_file_of_another_vocabulary_is_neither_read_nor_written_and_named_once(tmp_path, make_answer, caplog):
-    _filled(tmp_path, LARGE, make_answer("theirs", token_ids=np.arange(5, dtype=np.int32)))
-    before = (tmp_path / "answers-0000.history").read_bytes()
+    theirs = make_answer("theirs", token_ids=np.arange(5, dtype=np.int32))
+    before = (path := filled(tmp_path / "answers-0000.history", theirs, vocabulary=LARGE)).read_bytes()
     with caplog.at_level(logging.WARNING):
         store = _store(tmp_path, SMALL)
         store.append(make_answer("ours", token_ids=np.arange(5, dtype=np.int32)))
@@ -72,16 +62,17 @@ def test_a_file_of_another_vocabulary_is_neither_read_nor_written_and_named_once
     assert store.stats().foreign_files == 1
     assert caplog.text.count("which has another vocabulary than `small`") == 1 and "`large`" in caplog.text
     store.close()
-    assert (tmp_path / "answers-0000.history").read_bytes() == before
+    assert path.read_bytes() == before
     with pytest.raises(ForeignError, match="another vocabulary"):
-        Database(tmp_path / "answers-0000.history", True, SMALL)
+        Database(path, True, SMALL)
 
 
 def test_a_later_checkpoint_goes_on_with_its_models_file(tmp_path, make_answer):
-    _filled(tmp_path, SMALL, make_answer("a", token_ids=np.arange(5, dtype=np.int32)))
+    answer = make_answer("a", token_ids=np.arange(5, dtype=np.int32))
+    path = filled(tmp_path / "answers-0000.history", answer, vocabulary=SMALL)
     store = _store(tmp_path, SMALL_LATER)
     assert names(store) == ["a"]
-    assert store._folder.own.path == tmp_path / "answers-0000.history"
+    assert store._folder.own.path == path
     store.close()
 
 
@@ -91,7 +82,7 @@ def test_files_that_do_not_say_whose_they_are_are_read_and_tokens_that_the_model
     tokens = {"ours": [11, 12], "beyond": [11, 512], "below": [-7], "largest": [2**31 - 1], "last": [511]}
     answers = [make_answer(name, token_ids=np.asarray(ids, np.int32)) for name, ids in tokens.items()]
     tail = make_answer("tail", token_ids=np.zeros(1, np.int32), prompt_ids=np.asarray([4, 9000], np.int32))
-    _filled(tmp_path, ANY_VOCABULARY, *answers, tail)
+    filled(tmp_path / "answers-0000.history", *answers, tail)
     store = _store(tmp_path, SMALL)
     with caplog.at_level(logging.WARNING):
         assert names(store) == ["ours", "last"]
@@ -125,9 +116,10 @@ def test_foreign_history_never_becomes_a_draft(tmp_path):
 
 
 def test_only_files_of_one_vocabulary_are_merged(tmp_path, make_answer):
-    for name, vocabulary in (("one", SMALL), ("two", SMALL_LATER), ("three", LARGE), ("four", ANY_VOCABULARY)):
-        _filled(tmp_path / name, vocabulary, make_answer(name))
-    one, two, three, four = (tmp_path / name / "answers-0000.history" for name in ("one", "two", "three", "four"))
+    vocabularies = {"one": SMALL, "two": SMALL_LATER, "three": LARGE, "four": ANY_VOCABULARY}
+    one, two, three, four = (
+        filled(tmp_path / f"{name}.history", make_answer(name), vocabulary=its) for name, its in vocabularies.items()
+    )
     into = tmp_path / "all.history"
     with pytest.raises(HistoryError, match="in the vocabulary of `large`"):
         upkeep.merge([one, two, three], into)
