@@ -1,7 +1,5 @@
 """What tests of couriers and of archives bring and look for."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from vllm_specrollout.history.database import Database

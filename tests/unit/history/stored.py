@@ -1,7 +1,5 @@
 """What a store would hand out now, and what a file holds."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The archive of many nodes' answers: what it keeps, what it gives, and what it refuses."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What is kept per request, problem or answer has a bound, in memory and on disk; no error leaves answers behind."""
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Answers of one node's folder at the engines of another one, whoever is killed or slow on the way."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Whatever lies in the directory, an engine starts, says once what it leaves out, and keeps its own answers."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

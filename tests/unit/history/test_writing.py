@@ -1,7 +1,5 @@
 """Nobody waits for the disk: what comes is kept in memory at once, and written in the background."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
