@@ -1,7 +1,5 @@
 """The C++ history index equals its naive twin to the bit, however its text came, changed and went."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -80,12 +78,12 @@ class Both:
         self.texts[doc] = wanted
 
     def set_weight(self, doc: int, weight: int) -> None:
-        self.index.set_weight(doc, weight)
-        self.naive.set_weight(doc, weight)
+        for one in (self.index, self.naive):
+            one.set_weight(doc, weight)
 
     def remove(self, doc: int) -> None:
-        self.index.remove(doc)
-        self.naive.remove(doc)
+        for one in (self.index, self.naive):
+            one.remove(doc)
         self.docs.remove(doc)
 
     def retire(self, before_epoch: int) -> None:
@@ -221,16 +219,3 @@ def test_memory_grows_with_the_tokens_alone() -> None:
 def test_impossible_parameters_are_refused(bad: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="need 1 <="):
         _core.HistoryIndex(min_match=bad[0], max_match=bad[1], max_matches=bad[2])
-
-
-def test_bad_calls_are_refused() -> None:
-    index = _core.HistoryIndex(min_match=1, max_match=2, max_matches=4)
-    doc = index.open(0)
-    with pytest.raises(ValueError, match="one of each bound"):
-        _core.propose_history([index], [doc], [1, 2], [1], [True])
-    with pytest.raises(ValueError, match="None"):
-        _core.propose_history([None], [doc], [1], [1], [True])
-    with pytest.raises(ValueError, match="dimension"):
-        index.append(doc, np.zeros((2, 2), np.int32))
-    with pytest.raises(ValueError, match="weight"):
-        index.set_weight(doc, -1)

@@ -36,21 +36,13 @@ def prices(draw, nodes):
 def test_the_core_computes_what_the_specification_says(data):
     proposals = data.draw(proposed())
     count = proposals[0].num_requests
-    limits = limits_of(
-        count,
-        data.draw(st.lists(st.integers(0, 16), min_size=count, max_size=count)),
-        data.draw(st.integers(1, 8)),
-        data.draw(st.lists(st.booleans(), min_size=count, max_size=count)),
-    )
-    calibration = None
-    if data.draw(st.booleans()):
-        rng = np.random.default_rng(data.draw(st.integers(0, 99)))
-        calibration = rng.uniform(0.1, 2.0, (SOURCES, TENTHS))
-    total = sum(p.num_nodes for p in proposals)
+    nodes, chains = (st.lists(each, min_size=count, max_size=count) for each in (st.integers(0, 16), st.booleans()))
+    limits = limits_of(count, data.draw(nodes), data.draw(st.integers(1, 8)), data.draw(chains))
+    experience = st.integers(0, 99).map(lambda n: np.random.default_rng(n).uniform(0.1, 2.0, (SOURCES, TENTHS)))
     options = dict(
-        calibration=calibration,
+        calibration=data.draw(st.none() | experience),
         width=data.draw(st.sampled_from([0, 0, 1, 2])),
-        prices=data.draw(st.one_of(st.none(), prices(total))),
+        prices=data.draw(st.none() | prices(sum(p.num_nodes for p in proposals))),
         least_nodes=data.draw(st.sampled_from([0, 2, 64])),
     )
     assert_same(*(by(proposals, limits, **options) for by in (merge_select, reference.merge_select)))
@@ -115,12 +107,3 @@ def test_what_is_counted_is_what_the_target_put_to_the_test():
     assert hits[0].tolist() == [0, 0, 0, 0, 1, 1, 0, 0, 0, 0]
     assert math.isclose(expected.sum(), 0.55 + 0.32 + 0.44 + 0.93 + 0.07, rel_tol=1e-6)
     assert verified[0] == 5 and taken[0] == 2
-
-
-def test_accepted_nodes_that_are_not_there_are_an_error():
-    trees = batch_of([tree_of([-1], [1], [0.5])])
-    with pytest.raises(ValueError, match="accepted nodes that it does not have"):
-        _core.tally(
-            trees.node_start, trees.parents, trees.log_q, trees.source, np.asarray([1], np.int32),
-            np.asarray([3], np.int32),
-        )  # fmt: skip
