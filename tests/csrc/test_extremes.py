@@ -1,7 +1,5 @@
 """Bounds far beyond any draft's, and several threads at once: each with indices of its own, or handed over in turn."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The n-gram drafter on top of the C++ index: requests come, grow, change and go."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
