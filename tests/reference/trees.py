@@ -145,13 +145,9 @@ def num_paths(parents: IntArray) -> int:
     return len(parents) - len(set(parents.tolist()) - {ROOT})
 
 
-def _tree(token_ids: list[int], parents: list[int], log_q: list[float], source: list[int]) -> DraftTree:
-    return DraftTree(
-        np.asarray(token_ids, dtype=np.int32),
-        np.asarray(parents, dtype=np.int32),
-        np.asarray(log_q, dtype=np.float32),
-        np.asarray(source, dtype=np.int32),
-    )
+def _tree(*columns: Sequence[float]) -> DraftTree:
+    kinds = (np.int32, np.int32, np.float32, np.int32)
+    return DraftTree(*(np.asarray(column, kind) for column, kind in zip(columns, kinds, strict=True)))
 
 
 def _log(probability: float) -> float:
