@@ -1,8 +1,9 @@
 """Bounds far beyond any draft's, and several threads at once: each with indices of its own, or handed over in turn."""
 
-from __future__ import annotations
-
+import functools
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -38,8 +39,14 @@ def test_a_draft_without_bounds_is_a_tree_no_larger_than_what_was_found(tokens: 
     index.check_integrity()
 
 
-def work(seed: int, found: list[Any]) -> None:
-    """Appends and proposals in turn, with an index of its own."""
+def at_once(*tasks: Callable[[], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(tasks)) as pool:
+        return [done.result(PATIENCE_S) for done in [pool.submit(task) for task in tasks]]
+
+
+def work(seed: int) -> list[Any]:
+    """What is proposed between appends to an index of its own."""
+    found = []
     text = np.random.default_rng(seed).integers(0, 40, 3000).astype(np.int32)
     index = history()
     document = index.open(0)
@@ -47,19 +54,12 @@ def work(seed: int, found: list[Any]) -> None:
         index.append(document, text[at : at + 10])
         found.append([part.tolist() for part in _core.propose_history([index], [document], [16], [8], [False])])
     index.check_integrity()
+    return found
 
 
 def test_threads_with_indices_of_their_own_draft_as_if_alone() -> None:
-    alone: list[list[Any]] = [[] for _ in range(4)]
-    for seed, found in enumerate(alone):
-        work(seed, found)
-    together: list[list[Any]] = [[] for _ in range(4)]
-    threads = [threading.Thread(target=work, args=pair) for pair in enumerate(together)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    assert together == alone and len(alone[0]) == 300
+    alone = [work(seed) for seed in range(4)]
+    assert at_once(*(functools.partial(work, seed) for seed in range(4))) == alone and len(alone[0]) == 300
 
 
 def test_an_index_may_go_from_one_thread_to_another() -> None:
@@ -78,11 +78,7 @@ def test_an_index_may_go_from_one_thread_to_another() -> None:
             with lock:
                 drafts.append(_core.propose_history([index], [document], [16], [8], [False])[1].tolist())
 
-    threads = [threading.Thread(target=append), threading.Thread(target=propose)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
+    at_once(append, propose)
     assert len(drafts) == 200
     index.check_integrity()
     alone = history()

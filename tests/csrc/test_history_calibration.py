@@ -1,7 +1,5 @@
 """What the history index predicts, against what recorded answers then do. The doubts were fitted on other problems."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The n-gram drafter on top of the C++ index: requests come, grow, change and go."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,12 +34,6 @@ def specified(text: list[int], *bounds: int) -> DraftTree:
     return index.propose(0, *bounds)
 
 
-def assert_same(tree: DraftTree, expected: DraftTree) -> None:
-    assert tree.token_ids.tolist() == expected.token_ids.tolist()
-    assert tree.parents.tolist() == expected.parents.tolist()
-    assert tree.log_q.tobytes() == expected.log_q.tobytes()
-
-
 STEPS = st.lists(
     st.tuples(
         st.integers(0, 2),  # request
@@ -68,7 +60,7 @@ def test_drafts_depend_on_the_requests_present_tokens_alone(steps) -> None:
             assert set(tree.source.tolist()) <= {1}
             nodes = min(max_nodes, max_depth if is_chain else max_nodes, 12)
             text = view.token_ids.tolist()
-            assert_same(tree, specified(text, nodes, max_depth, is_chain))
+            made.assert_same(tree, specified(text, nodes, max_depth, is_chain))
 
 
 @given(st.lists(st.integers(0, 3), max_size=40))
@@ -81,22 +73,13 @@ def test_every_path_occurred_after_the_last_token_and_siblings_share_one_probabi
         assert np.exp(tree.log_q[tree.parents == parent]).sum() <= 1 + 1e-5
 
 
-def test_a_text_that_never_repeats_gives_no_draft() -> None:
-    assert draft(NgramDrafter(CONFIG), make_view(list(range(50)))).size == 0
-    assert draft(NgramDrafter(CONFIG), make_view([])).size == 0
-
-
-def test_a_draft_stops_where_the_text_ends() -> None:
-    assert draft(NgramDrafter(CONFIG), make_view([1, 2, 3, 1, 2]), 8, 8).token_ids.tolist() == [3, 1, 2]
-
-
 def test_a_request_that_was_not_asked_for_a_while_catches_up() -> None:
     drafter, text = NgramDrafter(CONFIG), [1, 2, 3]
     draft(drafter, make_view(text))
     text += [1, 2, 4, 1]
     assert draft(drafter, make_view(text), 0, 8).size == 0
     text += [2]
-    assert_same(draft(drafter, make_view(text)), specified(text, 16, 8))
+    made.assert_same(draft(drafter, make_view(text)), specified(text, 16, 8))
 
 
 def test_a_draft_never_outgrows_the_tokens_the_request_may_still_make() -> None:
@@ -110,19 +93,6 @@ def test_the_view_alone_can_forbid_branches_or_drafts() -> None:
     assert made.num_paths(draft(NgramDrafter(CONFIG), make_view(text)).parents) > 1
     assert made.num_paths(draft(NgramDrafter(CONFIG), make_view(text, shape=DraftMode.CHAIN)).parents) == 1
     assert draft(NgramDrafter(CONFIG), make_view(text, shape=DraftMode.OFF)).size == 0
-
-
-def test_unknown_requests_can_be_forgotten() -> None:
-    drafter = NgramDrafter(CONFIG)
-    drafter.forget("never seen")
-    assert draft(drafter, make_view([5, 6, 7] * 4)).size > 0
-
-
-def test_a_slice_of_a_wider_buffer_is_read_like_its_copy() -> None:
-    buffer = np.zeros((3, 40), dtype=np.int32)
-    buffer[1, :12] = [5, 6, 7] * 4
-    view = RequestView("a", buffer[1, :12], 0, 1000)
-    assert_same(draft(NgramDrafter(CONFIG), view), draft(NgramDrafter(CONFIG), make_view([5, 6, 7] * 4)))
 
 
 def test_the_engine_gets_history_and_ngram_by_default() -> None:

@@ -13,30 +13,16 @@ VOCABULARY = 3
 
 @st.composite
 def trees(draw: st.DrawFn) -> list[tuple[int, int, int, float]]:
-    size = draw(st.integers(0, 12))
-    return [
-        (
-            draw(st.integers(0, VOCABULARY - 1)),
-            draw(st.integers(-1, i - 1)),
-            draw(st.sampled_from((0, 0, 1, 2, 9))),
-            -draw(st.sampled_from((0.0, 0.5, 2.0))),
-        )
-        for i in range(size)
-    ]
+    token, rank = st.integers(0, VOCABULARY - 1), st.sampled_from((0, 0, 1, 2, 9))
+    log_q = st.sampled_from((0.0, -0.5, -2.0))
+    return [draw(st.tuples(token, st.integers(-1, i - 1), rank, log_q)) for i in range(draw(st.integers(0, 12)))]
 
 
 def put(received: Received, handle: int, position: int, nodes: list[tuple[int, int, int, float]]) -> int:
-    columns = list(zip(*nodes, strict=True)) or [(), (), (), ()]
-    return received.put(
-        np.array([handle], np.int64).tobytes(),
-        np.array([position], np.int32).tobytes(),
-        np.array([0, len(nodes)], np.int32).tobytes(),
-        np.array(columns[0], np.int32).tobytes(),
-        np.array(columns[1], np.int32).tobytes(),
-        np.array(columns[2], np.uint8).tobytes(),
-        np.array(columns[3], np.float32).tobytes(),
-        VOCABULARY,
-    )
+    columns = [[handle], [position], [0, len(nodes)], *(zip(*nodes, strict=True) if nodes else [()] * 4)]
+    kinds = (np.int64, np.int32, np.int32, np.int32, np.int32, np.uint8, np.float32)
+    data = (np.array(column, kind).tobytes() for column, kind in zip(columns, kinds, strict=True))
+    return received.put(*data, VOCABULARY)
 
 
 def fit(
@@ -61,9 +47,7 @@ def fit(
     depth=st.integers(0, 5),
     is_chain=st.booleans(),
 )
-def test_what_fits_is_what_the_naive_twin_finds(
-    data: st.DataObject, text: list[int], most: int, depth: int, is_chain: bool
-) -> None:
+def test_what_fits_is_what_the_naive_twin_finds(data, text, most, depth, is_chain) -> None:
     received, naive = Received(), Naive()
     received.open(7, 1)
     known = 1

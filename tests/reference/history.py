@@ -32,6 +32,7 @@ Source: RhymeRL, sections 5.2 and 5.3 (prefixes of 7 to 3 tokens; branches weigh
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -65,13 +66,7 @@ every tenth. What else was tried, and the figures, are in docs/adr/0008-history-
 
 def context_class(num_tokens: int) -> int:
     """1 to 8 tokens have a class each; then 9-12, 13-16, 17-32, more."""
-    if num_tokens <= 8:
-        return num_tokens - 1
-    if num_tokens <= 12:
-        return 8
-    if num_tokens <= 16:
-        return 9
-    return 10 if num_tokens <= 32 else 11
+    return bisect.bisect_left((*range(1, 9), 12, 16, 32), num_tokens)
 
 
 def context_lengths(min_match: int, max_match: int) -> list[int]:

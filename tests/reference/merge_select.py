@@ -50,13 +50,8 @@ def merged(proposals: Sequence[TreeBatch], r: int, calibration: np.ndarray | Non
     for proposal in proposals:
         own = slice(int(proposal.node_start[r]), int(proposal.node_start[r + 1]))
         placed: list[Node] = []
-        for token, parent, log_q, source in zip(
-            proposal.token_ids[own].tolist(),
-            proposal.parents[own].tolist(),
-            proposal.log_q[own].tolist(),
-            proposal.source[own].tolist(),
-            strict=True,
-        ):
+        columns = (proposal.token_ids, proposal.parents, proposal.log_q, proposal.source)
+        for token, parent, log_q, source in zip(*(column[own].tolist() for column in columns), strict=True):
             above = root if parent == ROOT else placed[parent]
             q = math.exp(min(log_q, 0.0))
             factor = 1.0 if calibration is None else float(calibration[source, min(int(q * TENTHS), TENTHS - 1)])
@@ -145,18 +140,9 @@ def as_merged(request_ids: Sequence[str], trees: list[list[Node]], num_proposed:
     rows = []
     for tree in trees:
         place = {id(node): i for i, node in enumerate(tree)}
-        rows += [(node, place.get(id(node.parent), ROOT)) for node in tree]
-    ints = [
-        np.asarray(column, dtype=np.int32)
-        for column in (
-            [node.token for node, _ in rows],
-            [parent for _, parent in rows],
-            [node.source for node, _ in rows],
-            [node.depth for node, _ in rows],
-        )
-    ]
-    log_q = np.asarray([node.log_q for node, _ in rows], dtype=np.float32)
-    reach = np.asarray([node.reach for node, _ in rows], dtype=np.float32)
-    batch = TreeBatch(request_ids, start, ints[0], ints[1], log_q, ints[2], ints[3])
+        rows += [(n.token, place.get(id(n.parent), ROOT), n.log_q, n.source, n.depth, n.reach) for n in tree]
+    kinds = (np.int32, np.int32, np.float32, np.int32, np.int32, np.float32)
+    *columns, reach = (np.asarray([row[i] for row in rows], kind) for i, kind in enumerate(kinds))
     ms, gain, best = rest
+    batch = TreeBatch(request_ids, start, *columns)
     return Merged(batch, reach, np.asarray(num_proposed, dtype=np.int32), ms, gain, int(best))

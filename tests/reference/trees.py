@@ -124,6 +124,13 @@ def check(tree: DraftTree) -> None:
             raise ValueError(f"node {node} has log_q {log_q}, not the log of a probability above 0 and at most 1")
 
 
+def assert_same(tree: DraftTree, expected: DraftTree) -> None:
+    """To the bit; but for the sources, which twins do not know."""
+    assert tree.token_ids.tolist() == expected.token_ids.tolist()
+    assert tree.parents.tolist() == expected.parents.tolist()
+    assert tree.log_q.tobytes() == expected.log_q.tobytes()
+
+
 def path_to(parents: IntArray, node: int) -> list[int]:
     """The nodes from the root (exclusive) down to `node` (inclusive)."""
     path = []
@@ -138,13 +145,9 @@ def num_paths(parents: IntArray) -> int:
     return len(parents) - len(set(parents.tolist()) - {ROOT})
 
 
-def _tree(token_ids: list[int], parents: list[int], log_q: list[float], source: list[int]) -> DraftTree:
-    return DraftTree(
-        np.asarray(token_ids, dtype=np.int32),
-        np.asarray(parents, dtype=np.int32),
-        np.asarray(log_q, dtype=np.float32),
-        np.asarray(source, dtype=np.int32),
-    )
+def _tree(*columns: Sequence[float]) -> DraftTree:
+    kinds = (np.int32, np.int32, np.float32, np.int32)
+    return DraftTree(*(np.asarray(column, kind) for column, kind in zip(columns, kinds, strict=True)))
 
 
 def _log(probability: float) -> float:

@@ -1,7 +1,5 @@
 """A directory of histories as nobody wants it."""
 
-from __future__ import annotations
-
 import os
 import sqlite3
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a store would hand out now, and what a file holds."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 
@@ -14,6 +12,10 @@ def answers_in(store: HistoryStore, problem_id: str) -> list[Answer]:
     """The problem's answers of this epoch and the last `config.epochs`, older epochs first."""
     found = (store.read(located, problem_id) for located in store.find(problem_id))
     return [answer for answer in found if answer is not None]
+
+
+def names(store: HistoryStore, problem_id: str = "p") -> list[str]:
+    return [answer.request_id for answer in answers_in(store, problem_id)]
 
 
 def answers_of(path: Path) -> list[Answer]:

@@ -1,7 +1,5 @@
 """What may wait for a disk is done in order, and nobody waits longer for it than for anything to happen."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

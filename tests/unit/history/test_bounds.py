@@ -1,16 +1,12 @@
 """What is kept per request, problem or answer has a bound, in memory and on disk; no error leaves answers behind."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.unit.history.poisoned import filled
-from tests.unit.history.stored import answers_in
+from tests.unit.history.stored import answers_in, names
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history import epochs, store
 from vllm_specrollout.history.answers import RewardOutcome
@@ -18,8 +14,6 @@ from vllm_specrollout.history.database import Database, files
 from vllm_specrollout.history.epochs import EpochGuess
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.types import Answer, FinishReason
-
-MakeAnswer = Callable[..., Answer]
 
 
 def _ask(store: HistoryStore, number: int, tokens: int = 30) -> None:
@@ -31,9 +25,7 @@ def _ask(store: HistoryStore, number: int, tokens: int = 30) -> None:
 
 
 @pytest.mark.parametrize("where", ["in memory", "on disk"])
-def test_problems_that_never_come_back_are_forgotten_the_oldest_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+def test_problems_that_never_come_back_are_forgotten_the_oldest_first(tmp_path, monkeypatch, where):
     monkeypatch.setattr(store, "PER_MIB", 64)
     monkeypatch.setattr(epochs, "MOST_PROBLEMS", 50)
     kept = HistoryStore(HistoryConfig(dir="" if where == "in memory" else str(tmp_path), max_mib=1))
@@ -51,7 +43,7 @@ def test_problems_that_never_come_back_are_forgotten_the_oldest_first(
     assert answers_in(kept, "one-off-499")[0].reward == 1.0 and answers_in(kept, "one-off-498")[0].reward is None
 
 
-def test_files_stay_under_their_limit_without_any_epoch_and_keep_the_latest_answers(tmp_path: Path) -> None:
+def test_files_stay_under_their_limit_without_any_epoch_and_keep_the_latest_answers(tmp_path):
     kept, peak = HistoryStore(HistoryConfig(dir=str(tmp_path), max_disk_mib=1)), 0
     for number in range(1000):
         _ask(kept, number, tokens=1000)
@@ -63,7 +55,7 @@ def test_files_stay_under_their_limit_without_any_epoch_and_keep_the_latest_answ
     assert HistoryStore(HistoryConfig(dir=str(tmp_path))).stats().answers == stats.answers
 
 
-def test_a_file_gives_back_what_a_lower_limit_or_a_later_epoch_leaves_unused(tmp_path: Path) -> None:
+def test_a_file_gives_back_what_a_lower_limit_or_a_later_epoch_leaves_unused(tmp_path):
     kept = HistoryStore(HistoryConfig(dir=str(tmp_path), epochs=0))
     for number in range(1000):
         _ask(kept, number, tokens=1000)
@@ -77,7 +69,7 @@ def test_a_file_gives_back_what_a_lower_limit_or_a_later_epoch_leaves_unused(tmp
     assert path.stat().st_size < size / 20
 
 
-def test_a_token_takes_about_two_bytes_at_rest(tmp_path: Path) -> None:
+def test_a_token_takes_about_two_bytes_at_rest(tmp_path):
     kept, rng = HistoryStore(HistoryConfig(dir=str(tmp_path))), np.random.default_rng(0)
     for number in range(400):
         # some are common, as in any text
@@ -87,7 +79,7 @@ def test_a_token_takes_about_two_bytes_at_rest(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) / 400_000 <= 2.2
 
 
-def test_a_problem_that_runs_is_not_forgotten() -> None:
+def test_a_problem_that_runs_is_not_forgotten():
     guess = EpochGuess()
     guess.arrived("long", "a")
     for number in range(epochs.MOST_PROBLEMS + 5):
@@ -99,18 +91,16 @@ def test_a_problem_that_runs_is_not_forgotten() -> None:
 
 
 @pytest.mark.parametrize("change", [{"count": 101}, {"weights_version": 1 << 63}], ids=["tokens", "version"])
-def test_an_answer_that_no_row_can_hold_is_counted_and_hurts_nobody(
-    tmp_path: Path, make_answer: MakeAnswer, monkeypatch: pytest.MonkeyPatch, change: dict[str, int]
-) -> None:
+def test_an_answer_that_no_row_can_hold_is_counted_and_hurts_nobody(tmp_path, make_answer, monkeypatch, change):
     kept = HistoryStore(HistoryConfig(dir=str(tmp_path)))
     monkeypatch.setattr("vllm_specrollout.history.tokens.MAX_TOKENS", 100)
     kept.append(make_answer("long", **change))
     kept.append(make_answer("short"))
-    assert [answer.request_id for answer in answers_in(kept, "p")] == ["short"]
+    assert names(kept) == ["short"]
     assert kept.stats().write_errors == 1 and kept.report_reward("long", 1.0) is RewardOutcome.UNKNOWN
 
 
-def test_rewards_take_no_room_however_often_they_are_reported(tmp_path: Path, make_answer: MakeAnswer) -> None:
+def test_rewards_take_no_room_however_often_they_are_reported(tmp_path, make_answer):
     kept = HistoryStore(HistoryConfig(dir=str(tmp_path)))
     kept.append(make_answer("a"))
     for number in range(1000):
@@ -124,13 +114,8 @@ def test_rewards_take_no_room_however_often_they_are_reported(tmp_path: Path, ma
 @pytest.mark.parametrize("error", [MemoryError("no memory"), ValueError("a mistake"), OSError(28, "No space left")])
 @pytest.mark.parametrize("step", ["sync", "drop_before", "give_back", "counts"])
 def test_an_error_in_the_background_is_said_and_leaves_no_answer_behind(
-    tmp_path: Path,
-    make_answer: MakeAnswer,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    step: str,
-    error: Exception,
-) -> None:
+    tmp_path, make_answer, monkeypatch, caplog, step, error
+):
     config = HistoryConfig(dir=str(tmp_path), epochs=0)
     kept = HistoryStore(config)
     kept.append(make_answer("old"))
@@ -146,12 +131,10 @@ def test_an_error_in_the_background_is_said_and_leaves_no_answer_behind(
             kept.append(make_answer(name, epoch=1))
         assert kept.stats().waiting == 0
     kept.close()
-    assert [answer.request_id for answer in answers_in(HistoryStore(config), "p")] == ["a", "b", "c"]
+    assert names(HistoryStore(config)) == ["a", "b", "c"]
 
 
-def test_files_that_former_engines_left_are_removed_once_nothing_in_them_may_draft(
-    tmp_path: Path, make_answer: MakeAnswer
-) -> None:
+def test_files_that_former_engines_left_are_removed_once_nothing_in_them_may_draft(tmp_path, make_answer):
     config = HistoryConfig(dir=str(tmp_path), epochs=1)
     engines = [HistoryStore(config) for _ in range(4)]
     for number, engine in enumerate(engines):
@@ -165,15 +148,12 @@ def test_files_that_former_engines_left_are_removed_once_nothing_in_them_may_dra
     assert len(files(tmp_path)) == 5
     kept.begin_epoch(2)
     # its own, that of an engine that runs, and what a person named
-    assert [path.name for path in files(tmp_path)] == [
-        "answers-0000.history", "answers-0003.history", "merged.history"
-    ]  # fmt: skip
+    left = [f"{name}.history" for name in ("answers-0000", "answers-0003", "merged")]
+    assert [path.name for path in files(tmp_path)] == left
     assert kept.stats().files == 3 and not list(tmp_path.glob("answers-0001*"))
 
 
-def test_files_that_former_engines_left_make_room_for_those_of_this_one_the_oldest_first(
-    tmp_path: Path, make_answer: MakeAnswer
-) -> None:
+def test_files_that_former_engines_left_make_room_for_those_of_this_one_the_oldest_first(tmp_path, make_answer):
     for number in range(1, 5):
         answers = (make_answer(f"{number}-{one}", count=20_000) for one in range(10))
         path = filled(tmp_path / f"answers-{number:04d}.history", *answers)

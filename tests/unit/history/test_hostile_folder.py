@@ -1,7 +1,5 @@
 """Whatever lies in the directory, an engine starts, says once what it leaves out, and keeps its own answers."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -13,14 +11,13 @@ import stat
 import tempfile
 import tracemalloc
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.unit.history.poisoned import OURS, THEIRS, change, filled, poison
-from tests.unit.history.stored import answers_in, answers_of
+from tests.unit.history.stored import answers_in, answers_of, names
 from vllm_specrollout._core import HistoryIndex
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history import tokens, upkeep
@@ -28,18 +25,9 @@ from vllm_specrollout.history.background import Background
 from vllm_specrollout.history.database import Database, HistoryError, row_of
 from vllm_specrollout.history.index_cache import IndexCache
 from vllm_specrollout.history.store import HistoryStore
-from vllm_specrollout.types import Answer
-
-MakeAnswer = Callable[..., Answer]
 
 
-def names(store: HistoryStore) -> list[str]:
-    return [answer.request_id for answer in answers_in(store, "p")]
-
-
-def test_a_poisoned_directory_is_served_from_and_named_once(
-    tmp_path: Path, make_answer: MakeAnswer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_poisoned_directory_is_served_from_and_named_once(tmp_path, make_answer, caplog):
     assert poison(tmp_path, make_answer("good")) == 53
     before = {path: path.lstat() for path in tmp_path.iterdir()}
     with caplog.at_level(logging.WARNING):
@@ -59,7 +47,7 @@ def test_a_poisoned_directory_is_served_from_and_named_once(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may act as another user")
-def test_another_users_files_are_read_where_they_may_be_and_left_alone(make_answer: MakeAnswer) -> None:
+def test_another_users_files_are_read_where_they_may_be_and_left_alone(make_answer):
     # pytest's own folders are closed to others
     with tempfile.TemporaryDirectory() as name:
         where = Path(name)
@@ -83,8 +71,8 @@ def test_another_users_files_are_read_where_they_may_be_and_left_alone(make_answ
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may act as another user")
 def test_files_in_a_folder_that_may_only_be_read_are_read_and_the_engine_that_would_write_there_is_refused(
-    make_answer: MakeAnswer, tmp_path: Path
-) -> None:
+    make_answer, tmp_path
+):
     with tempfile.TemporaryDirectory() as name:
         where = Path(name)
         filled(where / "answers-0000.history", make_answer("a")).chmod(0o644)
@@ -101,9 +89,7 @@ def test_files_in_a_folder_that_may_only_be_read_are_read_and_the_engine_that_wo
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
-def test_a_folder_whose_file_system_has_no_locks_is_one_clear_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+def test_a_folder_whose_file_system_has_no_locks_is_one_clear_error(tmp_path, monkeypatch, code):
     def refuse(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
@@ -114,20 +100,17 @@ def test_a_folder_whose_file_system_has_no_locks_is_one_clear_error(
 
 
 def test_a_folder_whose_file_system_has_no_shared_memory_is_one_clear_error_and_left_without_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     # so SQLite answers where it can have no write-ahead log
     plain = Database._one
-    refused = lambda self, query: "delete" if "journal_mode" in query else plain(self, query)  # noqa: E731
-    monkeypatch.setattr(Database, "_one", refused)
+    monkeypatch.setattr(Database, "_one", lambda self, query: "delete" if "journal" in query else plain(self, query))
     with pytest.raises(HistoryError, match="needs file locks and shared memory, which some file systems lack"):
         HistoryStore(HistoryConfig(dir=str(tmp_path)))
     assert {path.name for path in tmp_path.iterdir()} <= {"node", "answers-0000.history"}
 
 
-def test_what_comes_after_the_start_and_cannot_be_used_is_left_out_and_named_once(
-    tmp_path: Path, make_answer: MakeAnswer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_comes_after_the_start_and_cannot_be_used_is_left_out_and_named_once(tmp_path, make_answer, caplog):
     store = HistoryStore(HistoryConfig(dir=str(tmp_path), epochs=1), vocabulary=OURS)
     for epoch in range(1, 6):
         store.begin_epoch(epoch)
@@ -135,15 +118,14 @@ def test_what_comes_after_the_start_and_cannot_be_used_is_left_out_and_named_onc
         if epoch == 1:
             filled(tmp_path / "late.history", vocabulary=THEIRS)
             (tmp_path / "text.history").write_text("ls -l\n")
-    stats = store.stats()
-    assert (stats.answers, stats.write_errors, stats.foreign_files) == (2, 0, 1)
+    assert (store.stats().answers, store.stats().write_errors, store.stats().foreign_files) == (2, 0, 1)
     assert [record.levelname for record in caplog.records] == ["WARNING"] and "late.history" in caplog.text
     store.close()
 
 
 def test_a_file_that_the_file_server_no_longer_knows_stops_no_upkeep_and_is_read_again(
-    tmp_path: Path, make_answer: MakeAnswer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, make_answer, monkeypatch
+):
     others = [filled(tmp_path / f"answers-000{number}.history", make_answer(f"o{number}", epoch=3)) for number in "12"]
     store, plain = HistoryStore(HistoryConfig(dir=str(tmp_path), epochs=1)), os.stat
 
@@ -162,9 +144,7 @@ def test_a_file_that_the_file_server_no_longer_knows_stops_no_upkeep_and_is_read
 
 
 @pytest.mark.parametrize("target", ["answers-0000.history", "nowhere/file", "../outside.history"])
-def test_a_link_with_a_files_name_is_passed_over_and_nothing_is_written_where_it_leads(
-    tmp_path: Path, make_answer: MakeAnswer, target: str
-) -> None:
+def test_a_link_with_a_files_name_is_passed_over_and_nothing_is_written_where_it_leads(tmp_path, make_answer, target):
     (kept := tmp_path / "kept").mkdir()
     before = filled(tmp_path / "outside.history", make_answer("outside")).read_bytes()
     (kept / "answers-0000.history").symlink_to(target)
@@ -176,9 +156,7 @@ def test_a_link_with_a_files_name_is_passed_over_and_nothing_is_written_where_it
     assert not (kept / "nowhere").exists()
 
 
-def test_small_rows_of_long_answers_are_expanded_one_at_a_time_and_not_before_there_is_room(
-    tmp_path: Path, make_answer: MakeAnswer
-) -> None:
+def test_small_rows_of_long_answers_are_expanded_one_at_a_time_and_not_before_there_is_room(tmp_path, make_answer):
     # 4 Mi tokens, 16 MiB, in some 16 KB
     whole = bytes([0x80 | 32]) + b"\x80\x80\x80\x02" + zlib.compress(bytes(4 * tokens.MAX_TOKENS), 9)
     database = Database(path := tmp_path / "bomb.history", writes=True)
@@ -203,32 +181,26 @@ def test_small_rows_of_long_answers_are_expanded_one_at_a_time_and_not_before_th
         tracemalloc.stop()
 
 
-_LIES = (
-    "UPDATE answers SET count=1 WHERE id=(SELECT id FROM answers ORDER BY id LIMIT 1 OFFSET 1)",
-    "UPDATE answers SET count='many' WHERE id=(SELECT id FROM answers ORDER BY id LIMIT 1 OFFSET 1)",
-    "UPDATE answers SET tokens='text' WHERE id=(SELECT id FROM answers ORDER BY id LIMIT 1 OFFSET 1)",
-    "UPDATE answers SET tokens=zeroblob(1 << 27) WHERE id=(SELECT id FROM answers ORDER BY id LIMIT 1 OFFSET 1)",
-    "UPDATE answers SET tokens=NULL WHERE id=(SELECT id FROM answers ORDER BY id LIMIT 1 OFFSET 1)",
-    "UPDATE answers SET tail=(SELECT tokens FROM answers WHERE count=100)"
-    " WHERE id=(SELECT id FROM answers ORDER BY id LIMIT 1 OFFSET 1)",
-    "UPDATE answers SET status=-1 WHERE id=(SELECT id FROM answers ORDER BY id LIMIT 1 OFFSET 1)",
-    "UPDATE answers SET status=3 WHERE id=(SELECT id FROM answers ORDER BY id LIMIT 1 OFFSET 1)",
-    "UPDATE answers SET problem='p' WHERE id=(SELECT id FROM answers ORDER BY id LIMIT 1 OFFSET 1)",
-    "UPDATE answers SET epoch='last' WHERE id=(SELECT id FROM answers ORDER BY id LIMIT 1 OFFSET 1)",
-    "UPDATE answers SET version=x'00' WHERE id=(SELECT id FROM answers ORDER BY id LIMIT 1 OFFSET 1)",
-    "UPDATE answers SET reward='good' WHERE id=(SELECT id FROM answers ORDER BY id LIMIT 1 OFFSET 1)",
-    "UPDATE answers SET request=x'ff' WHERE id=(SELECT id FROM answers ORDER BY id LIMIT 1 OFFSET 1)",
+_READ = (
+    "count=1",
+    "tokens=x'ff00ff'",
+    "tokens='text'",
+    "tail=(SELECT tokens FROM answers WHERE count=100)",
+    "status=-1",
+    "status=3",
+    "version=x'00'",
+    "reward='good'",
+    "request=x'ff'",
 )
+_NOT_EVEN_FOUND = ("count='many'", "tokens=zeroblob(1 << 27)", "tokens=NULL", "problem='p'", "epoch='last'")
 
 
-@pytest.mark.parametrize("lie", _LIES)
-def test_a_row_with_columns_that_nobody_of_ours_would_write_is_left_out_alone(
-    tmp_path: Path, make_answer: MakeAnswer, lie: str
-) -> None:
+@pytest.mark.parametrize("lie", [*_READ, *_NOT_EVEN_FOUND])
+def test_a_row_with_columns_that_nobody_of_ours_would_write_is_left_out_alone(tmp_path, make_answer, lie):
     path = filled(tmp_path / "lies.history", *(make_answer(name) for name in "abc"), make_answer("q", "q", count=100))
-    change(path, lie)
+    change(path, f"UPDATE answers SET {lie} WHERE id=(SELECT id FROM answers ORDER BY id LIMIT 1 OFFSET 1)")
     store = HistoryStore(HistoryConfig(dir=str(tmp_path)))
-    assert names(store) == ["a", "c"]
+    assert names(store) == ["a", "c"] and store.stats().damaged == (lie in _READ)
     assert {store.read(located) and "fine" for located in store.find(None)} <= {None, "fine"}
     store.begin_epoch()
     assert store.stats().write_errors == 0
@@ -238,8 +210,8 @@ def test_a_row_with_columns_that_nobody_of_ours_would_write_is_left_out_alone(
 
 @pytest.mark.parametrize("seed", range(60))
 def test_bytes_that_are_damaged_anywhere_cost_their_file_at_most_and_no_answer_of_it_is_another(
-    tmp_path: Path, make_answer: MakeAnswer, seed: int
-) -> None:
+    tmp_path, make_answer, seed
+):
     chance = random.Random(seed)
     truth = {f"{number}": make_answer(f"{number}", count=number) for number in range(1, 60)}
     name = chance.choice(["answers-0000.history", "other.history"])
@@ -267,7 +239,7 @@ def test_bytes_that_are_damaged_anywhere_cost_their_file_at_most_and_no_answer_o
     again.close()
 
 
-def test_files_are_their_owners_alone_and_keep_the_mode_that_they_were_given(tmp_path: Path) -> None:
+def test_files_are_their_owners_alone_and_keep_the_mode_that_they_were_given(tmp_path):
     store = HistoryStore(HistoryConfig(dir=str(tmp_path / "kept")))
     assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "kept").iterdir()} == {0o600}
     store._folder.own.path.chmod(0o640)

@@ -12,6 +12,11 @@ PROMPT = [5, 6, 7, 8]
 ANSWER = [11, 12, 13, 14, 15]
 
 
+@pytest.fixture
+def known() -> Problems:
+    return Problems()
+
+
 def answered(known: Problems, prompt: list[int] = PROMPT, answer: list[int] = ANSWER, **options: str) -> str:
     """A request that came and is over; returns its problem."""
     found = known.arrive("first", prompt, list(answer[:0]), **options)
@@ -20,8 +25,7 @@ def answered(known: Problems, prompt: list[int] = PROMPT, answer: list[int] = AN
     return found.problem_id
 
 
-def test_equal_prompts_are_one_problem_and_a_clients_id_goes_first():
-    known = Problems()
+def test_equal_prompts_are_one_problem_and_a_clients_id_goes_first(known):
     assert known.arrive("a", PROMPT) == known.arrive("b", list(PROMPT)) == Attribution(prompt_hash(PROMPT))
     assert known.arrive("c", [5, 6, 7]).problem_id == prompt_hash([5, 6, 7])
     assert known.arrive("d", PROMPT, given="aime-7") == Attribution("aime-7")
@@ -32,8 +36,7 @@ def test_equal_prompts_are_one_problem_and_a_clients_id_goes_first():
 
 
 @pytest.mark.parametrize("count", range(1, len(ANSWER) + 1))
-def test_a_prompt_that_ends_with_part_of_an_interrupted_answer_is_the_old_problem(count):
-    known = Problems()
+def test_a_prompt_that_ends_with_part_of_an_interrupted_answer_is_the_old_problem(known, count):
     problem = answered(known)
     assert known.arrive("again", PROMPT + ANSWER[:count]) == Attribution(problem, continues=True)
     # and so are its siblings, of which all have the longer prompt
@@ -48,22 +51,8 @@ def test_a_running_answer_counts_as_it_stands():
     assert known.arrive("again", PROMPT + ANSWER[:4]) == Attribution(problem, continues=True)
 
 
-def test_interrupted_again_and_again_it_stays_the_same_problem():
-    known = Problems()
-    problem, prompt = answered(known), list(PROMPT)
-    rng = random.Random(1)
-    for number in range(40):
-        answer = [rng.randrange(100) for _ in range(rng.randrange(1, 6))]
-        found = known.arrive(f"{number}", prompt, answer[:0])
-        assert found.problem_id == problem and found.continues == (number > 0)
-        known._running[f"{number}"].live[f"{number}"] = answer
-        known.end(f"{number}")
-        prompt += answer[: rng.randrange(1, len(answer) + 1)]
-
-
 @pytest.mark.parametrize("end", [ANSWER, ANSWER[:-1]], ids=["whole", "its last token replaced by the template"])
-def test_the_next_turn_of_a_conversation_is_the_old_problem(end):
-    known = Problems()
+def test_the_next_turn_of_a_conversation_is_the_old_problem(known, end):
     problem = answered(known)
     turn = [*PROMPT, *end, 90, 91, 92]
     assert known.arrive("second", turn) == Attribution(problem, continues=True)
@@ -73,14 +62,12 @@ def test_the_next_turn_of_a_conversation_is_the_old_problem(end):
 
 
 @pytest.mark.parametrize("rest", [[12, 13], [11, 13], [90], [*ANSWER[:3], 90, 91]])
-def test_a_longer_prompt_that_goes_on_otherwise_is_a_problem_of_its_own(rest):
-    known = Problems()
+def test_a_longer_prompt_that_goes_on_otherwise_is_a_problem_of_its_own(known, rest):
     answered(known)
     assert known.arrive("other", PROMPT + rest) == Attribution(prompt_hash(PROMPT + rest))
 
 
-def test_the_longest_known_prompt_is_the_one_that_is_gone_on_from():
-    known = Problems()
+def test_the_longest_known_prompt_is_the_one_that_is_gone_on_from(known):
     short = answered(known, PROMPT, [11, 12, 13, 50, 51])
     long = answered(known, [*PROMPT, 11, 12], [13, 50, 52], given="long")
     assert short != long
@@ -88,8 +75,7 @@ def test_the_longest_known_prompt_is_the_one_that_is_gone_on_from():
     assert known.arrive("b", [*PROMPT, 11, 12, 13, 50, 51]).problem_id == short
 
 
-def test_a_session_says_what_tokens_do_not():
-    known = Problems()
+def test_a_session_says_what_tokens_do_not(known):
     problem = known.arrive("a", PROMPT, session_id="s").problem_id
     # its first turn, told in other words
     assert known.arrive("b", [7, 7, 7, 7, 7], session_id="s") == Attribution(problem, continues=True)
@@ -97,8 +83,7 @@ def test_a_session_says_what_tokens_do_not():
     assert known.arrive("d", [8, 8], given="mine", session_id="s") == Attribution("mine")
 
 
-def test_requests_of_another_salt_share_no_problem_unless_they_name_it():
-    known = Problems()
+def test_requests_of_another_salt_share_no_problem_unless_they_name_it(known):
     plain, one, other = (
         [
             answered(known, PROMPT, ANSWER, salt=salt, session_id="s"),
@@ -115,8 +100,7 @@ def test_requests_of_another_salt_share_no_problem_unless_they_name_it():
     assert answered(Problems(), PROMPT, ANSWER, salt="one") == one[0]
 
 
-def test_adapters_share_a_problem_only_where_the_client_names_one():
-    known = Problems()
+def test_adapters_share_a_problem_only_where_the_client_names_one(known):
     plain, one, other = (
         [answered(known, PROMPT, ANSWER, adapter=name), answered(known, [8, 8], ANSWER, adapter=name, given="mine")]
         for name in ("", "one", "other")
@@ -126,8 +110,7 @@ def test_adapters_share_a_problem_only_where_the_client_names_one():
     assert known.arrive("a", [*PROMPT, *ANSWER[:2]], adapter="one") == Attribution(one[0], continues=True)
 
 
-def test_adapters_whose_names_differ_in_digits_alone_are_one_line_of_policies():
-    known = Problems()
+def test_adapters_whose_names_differ_in_digits_alone_are_one_line_of_policies(known):
     found = {answered(known, adapter=name) for name in ("policy-17", "policy-18", "policy-2026")}
     assert len(found) == 1
     assert known.arrive("a", [*PROMPT, *ANSWER[:2]], adapter="policy-19") == Attribution(found.pop(), continues=True)
@@ -147,22 +130,12 @@ def test_names_that_clients_choose_are_not_kept_whatever_their_length():
     assert len(pickle.dumps((known._by_key, known._sessions, known._prompts))) < 10_000
 
 
-def test_what_was_begun_elsewhere_goes_on_and_ids_may_come_again():
-    known = Problems()
+def test_what_was_begun_elsewhere_goes_on_and_ids_may_come_again(known):
     assert known.arrive("a", PROMPT, [1, 2]) == Attribution(prompt_hash(PROMPT), continues=True)
     assert known.arrive("a", [9, 9], []) == Attribution(prompt_hash([9, 9]))
     known.end("a")
     known.end("a")
     assert known.arrive("b", [*PROMPT, 1]) == Attribution(prompt_hash(PROMPT), continues=True)
-
-
-def test_a_request_that_ended_without_a_token_is_asked_for_again_as_often():
-    known = Problems()
-    for name in ("a", "b", "c"):
-        assert not known.arrive(name, PROMPT, []).continues
-    known.end("a")
-    known.end("b")
-    assert [known.arrive(f"again {i}", PROMPT, []).continues for i in range(3)] == [True, True, False]
 
 
 def test_memory_stays_bounded_and_the_oldest_goes_first():

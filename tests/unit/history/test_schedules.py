@@ -1,31 +1,22 @@
 """Random schedules of what trainers do, without an engine: whose answer each is, of which policy, of which epoch."""
 
-from __future__ import annotations
-
+import dataclasses
 import random
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 import numpy as np
-import pytest
 
 from tests.unit.history.stored import answers_in
+from tests.unit.history.texts_device import Later
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.history.index_cache import IndexCache
-from vllm_specrollout.history.problems import Problems, prompt_hash
+from vllm_specrollout.history.problems import Attribution, Problems, prompt_hash
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.types import Answer, FinishReason, RequestView
 
 SCHEDULES = 200
 PASSES = 3
-
-
-class _Never(Executor):
-    """Builds no index: nothing is drafted here."""
-
-    def submit(self, *args, **kwargs):
-        return None
 
 
 @dataclass
@@ -47,9 +38,9 @@ class Engine:
     def __init__(self, chance: random.Random) -> None:
         config = HistoryConfig(epochs=PASSES + 1)
         self.store = HistoryStore(config)
-        self.drafter = HistoryDrafter(
-            config, store=self.store, cache=IndexCache(config, self.store, lambda: None, _Never())
-        )
+        # builds no index: nothing is drafted here
+        cache = IndexCache(config, self.store, lambda: None, Later())
+        self.drafter = HistoryDrafter(config, store=self.store, cache=cache)
         self.problems, self.version, self.last, self._count = Problems(), 0, "", 0
         self._chance, self._token = chance, 1000
         # by request: what must be kept of it
@@ -60,17 +51,9 @@ class Engine:
         sample.name, sample.answer = f"r{self._count}", []
         prompt = [*sample.prompt, *sample.tokens]
         found = self.problems.arrive(sample.name, prompt, sample.answer)
-        assert found.problem_id == prompt_hash(sample.prompt)
-        sample.view = RequestView(
-            sample.name,
-            np.asarray(prompt, np.int32),
-            len(prompt),
-            100,
-            problem_id=found.problem_id,
-            weights_version=self.version,
-            name=sample.name,
-            continues=found.continues,
-        )
+        assert found == Attribution(prompt_hash(sample.prompt), continues=sample.view is not None)
+        known = {"name": sample.name, "weights_version": self.version, **dataclasses.asdict(found)}
+        sample.view = RequestView(sample.name, np.asarray(prompt, np.int32), len(prompt), 100, **known)
         self.drafter.admit(sample.view)
         self.last = found.problem_id
         self.wanted[sample.name] = (found.problem_id, number, self.version)
@@ -144,13 +127,3 @@ def test_whatever_is_interrupted_and_pushed_answers_are_kept_under_their_problem
     found = [carry_out(seed) for seed in range(SCHEDULES)]
     assert sum(again for again, _ in found) > 10 * SCHEDULES
     assert sum(version for _, version in found) > (PASSES + 1) * SCHEDULES
-
-
-@pytest.mark.parametrize("continues", [True, False])
-def test_without_knowing_what_goes_on_an_interruption_would_begin_an_epoch(continues: bool) -> None:
-    store = HistoryStore(HistoryConfig())
-    for name in ("A", "B"):
-        store.arrived(name, name, 0)
-    for name in ("A", "B"):
-        store.ended(name)
-    assert store.arrived("A", "A again", 1, continues) == (0 if continues else 1)

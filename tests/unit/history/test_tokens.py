@@ -25,16 +25,11 @@ def zipf(vocabulary: int, count: int, seed: int = 0) -> np.ndarray:
 
 
 @given(TOKENS)
-def test_the_same_tokens_come_back(token_ids):
-    back = decode_tokens(encode_tokens(token_ids))
-    assert back.dtype == np.int32
-    assert np.array_equal(back, token_ids)
-
-
-@given(TOKENS.map(lambda tokens: np.repeat(tokens, 2)[::2]))
-def test_a_strided_view_is_encoded_like_its_copy(token_ids):
-    spread = np.repeat(token_ids, 3)
-    assert encode_tokens(spread[::3]) == encode_tokens(token_ids)
+def test_the_same_tokens_come_back_however_they_lie_in_memory(token_ids):
+    encoded = encode_tokens(token_ids)
+    back = decode_tokens(encoded)
+    assert back.dtype == np.int32 and np.array_equal(back, token_ids)
+    assert encode_tokens(np.repeat(token_ids, 3)[::3]) == encoded
 
 
 @pytest.mark.parametrize("count", [16, 500, 4000])

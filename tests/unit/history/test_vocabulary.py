@@ -1,9 +1,6 @@
 """Answers of another model's vocabulary never draft: their files are left out, and their tokens looked at."""
 
-from __future__ import annotations
-
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +8,7 @@ import pytest
 
 from tests.drafters import ask
 from tests.unit.history.poisoned import change, filled
-from tests.unit.history.stored import answers_in
+from tests.unit.history.stored import names
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.history import upkeep
@@ -19,8 +16,6 @@ from vllm_specrollout.history.database import Database, ForeignError, HistoryErr
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
 from vllm_specrollout.types import Answer, DraftMode, FinishReason, RequestView
-
-MakeAnswer = Callable[..., Answer]
 
 SMALL = Vocabulary("small", 512, "a1")
 SMALL_LATER = Vocabulary("small/checkpoint-7", 512, "a1")
@@ -31,15 +26,7 @@ def _store(folder: Path, vocabulary: Vocabulary) -> HistoryStore:
     return HistoryStore(HistoryConfig(dir=str(folder)), vocabulary=vocabulary)
 
 
-def _filled(folder: Path, vocabulary: Vocabulary, *answers: Answer) -> None:
-    store = _store(folder, vocabulary)
-    for answer in answers:
-        store.begin_epoch(answer.epoch)
-        store.append(answer)
-    store.close()
-
-
-def test_a_vocabulary_fits_by_its_tokens_and_by_its_size_where_those_are_not_known() -> None:
+def test_a_vocabulary_fits_by_its_tokens_and_by_its_size_where_those_are_not_known():
     assert SMALL.fits(SMALL_LATER) and not SMALL.fits(LARGE)
     # embeddings may be padded
     assert SMALL.fits(Vocabulary("padded", 640, "a1"))
@@ -48,9 +35,9 @@ def test_a_vocabulary_fits_by_its_tokens_and_by_its_size_where_those_are_not_kno
     assert SMALL.fits(ANY_VOCABULARY) and ANY_VOCABULARY.fits(SMALL)
 
 
-def test_every_file_names_its_writers_model_and_keeps_doing_so(tmp_path: Path, make_answer: MakeAnswer) -> None:
+def test_every_file_names_its_writers_model_and_keeps_doing_so(tmp_path, make_answer):
     path = tmp_path / "answers-0000.history"
-    _filled(tmp_path, SMALL, make_answer("a"), make_answer("b", epoch=1))
+    filled(path, make_answer("a"), make_answer("b", epoch=1), vocabulary=SMALL)
     upkeep.trim([path], 1)
     assert Database(path).vocabulary == SMALL
     report = upkeep.inspect(path)
@@ -58,49 +45,48 @@ def test_every_file_names_its_writers_model_and_keeps_doing_so(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("change_", ["size='many'", "model=NULL", "digest=x'00'"])
-def test_a_file_that_does_not_say_whose_it_is_is_damaged(tmp_path: Path, change_: str) -> None:
+def test_a_file_that_does_not_say_whose_it_is_is_damaged(tmp_path, change_):
     change(path := filled(tmp_path / "a.history", vocabulary=SMALL), f"UPDATE about SET {change_}")
     with pytest.raises(HistoryError, match="is damaged: it does not say whose it is"):
         Database(path)
 
 
-def test_a_file_of_another_vocabulary_is_neither_read_nor_written_and_named_once(
-    tmp_path: Path, make_answer: MakeAnswer, caplog: pytest.LogCaptureFixture
-) -> None:
-    _filled(tmp_path, LARGE, make_answer("theirs", token_ids=np.arange(5, dtype=np.int32)))
-    before = (tmp_path / "answers-0000.history").read_bytes()
+def test_a_file_of_another_vocabulary_is_neither_read_nor_written_and_named_once(tmp_path, make_answer, caplog):
+    theirs = make_answer("theirs", token_ids=np.arange(5, dtype=np.int32))
+    before = (path := filled(tmp_path / "answers-0000.history", theirs, vocabulary=LARGE)).read_bytes()
     with caplog.at_level(logging.WARNING):
         store = _store(tmp_path, SMALL)
         store.append(make_answer("ours", token_ids=np.arange(5, dtype=np.int32)))
         store.begin_epoch()
-    assert [answer.request_id for answer in answers_in(store, "p")] == ["ours"]
+    assert names(store) == ["ours"]
     assert store.stats().foreign_files == 1
     assert caplog.text.count("which has another vocabulary than `small`") == 1 and "`large`" in caplog.text
     store.close()
-    assert (tmp_path / "answers-0000.history").read_bytes() == before
+    assert path.read_bytes() == before
     with pytest.raises(ForeignError, match="another vocabulary"):
-        Database(tmp_path / "answers-0000.history", True, SMALL)
+        Database(path, True, SMALL)
 
 
-def test_a_later_checkpoint_goes_on_with_its_models_file(tmp_path: Path, make_answer: MakeAnswer) -> None:
-    _filled(tmp_path, SMALL, make_answer("a", token_ids=np.arange(5, dtype=np.int32)))
+def test_a_later_checkpoint_goes_on_with_its_models_file(tmp_path, make_answer):
+    answer = make_answer("a", token_ids=np.arange(5, dtype=np.int32))
+    path = filled(tmp_path / "answers-0000.history", answer, vocabulary=SMALL)
     store = _store(tmp_path, SMALL_LATER)
-    assert [answer.request_id for answer in answers_in(store, "p")] == ["a"]
-    assert store._folder.own.path == tmp_path / "answers-0000.history"
+    assert names(store) == ["a"]
+    assert store._folder.own.path == path
     store.close()
 
 
 def test_files_that_do_not_say_whose_they_are_are_read_and_tokens_that_the_model_lacks_are_not(
-    tmp_path: Path, make_answer: MakeAnswer, caplog: pytest.LogCaptureFixture
-) -> None:
+    tmp_path, make_answer, caplog
+):
     tokens = {"ours": [11, 12], "beyond": [11, 512], "below": [-7], "largest": [2**31 - 1], "last": [511]}
     answers = [make_answer(name, token_ids=np.asarray(ids, np.int32)) for name, ids in tokens.items()]
     tail = make_answer("tail", token_ids=np.zeros(1, np.int32), prompt_ids=np.asarray([4, 9000], np.int32))
-    _filled(tmp_path, ANY_VOCABULARY, *answers, tail)
+    filled(tmp_path / "answers-0000.history", *answers, tail)
     store = _store(tmp_path, SMALL)
     with caplog.at_level(logging.WARNING):
-        assert [answer.request_id for answer in answers_in(store, "p")] == ["ours", "last"]
-        assert [answer.request_id for answer in answers_in(store, "p")] == ["ours", "last"]
+        assert names(store) == ["ours", "last"]
+        assert names(store) == ["ours", "last"]
     assert store.stats().foreign_answers == 8 and caplog.text.count("outside the model's vocabulary of 512") == 1
     # what it writes itself goes to a file that says whose it is
     store.append(make_answer("new", token_ids=np.zeros(1, np.int32)))
@@ -109,7 +95,7 @@ def test_files_that_do_not_say_whose_they_are_are_read_and_tokens_that_the_model
     assert Database(tmp_path / "answers-0001.history").vocabulary == SMALL
 
 
-def test_foreign_history_never_becomes_a_draft(tmp_path: Path) -> None:
+def test_foreign_history_never_becomes_a_draft(tmp_path):
     config = HistoryConfig(dir=str(tmp_path))
     other = HistoryDrafter(config)
     prompt, answer = np.asarray([5, 6, 7], np.int32), np.asarray([11, 149_999, -7, 2**31 - 1, 12], np.int32)
@@ -129,10 +115,11 @@ def test_foreign_history_never_becomes_a_draft(tmp_path: Path) -> None:
     drafter.close()
 
 
-def test_only_files_of_one_vocabulary_are_merged(tmp_path: Path, make_answer: MakeAnswer) -> None:
-    for name, vocabulary in (("one", SMALL), ("two", SMALL_LATER), ("three", LARGE), ("four", ANY_VOCABULARY)):
-        _filled(tmp_path / name, vocabulary, make_answer(name))
-    one, two, three, four = (tmp_path / name / "answers-0000.history" for name in ("one", "two", "three", "four"))
+def test_only_files_of_one_vocabulary_are_merged(tmp_path, make_answer):
+    vocabularies = {"one": SMALL, "two": SMALL_LATER, "three": LARGE, "four": ANY_VOCABULARY}
+    one, two, three, four = (
+        filled(tmp_path / f"{name}.history", make_answer(name), vocabulary=its) for name, its in vocabularies.items()
+    )
     into = tmp_path / "all.history"
     with pytest.raises(HistoryError, match="in the vocabulary of `large`"):
         upkeep.merge([one, two, three], into)

@@ -1,7 +1,5 @@
 """Nobody waits for the disk: what comes is kept in memory at once, and written in the background."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +12,7 @@ from tests.unit.history.stored import answers_in
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history.database import Database, Reward, row_of
 from vllm_specrollout.history.store import PER_MIB, HistoryStore
-from vllm_specrollout.types import Answer
 
-MakeAnswer = Callable[..., Answer]
 PATIENCE_S = 60  # no test waits so long unless it fails
 WRITE = Database.write
 
@@ -59,21 +55,19 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     disk.go.set()
 
 
-def opened(path: Path, disk: Disk, **more: object) -> tuple[HistoryStore, Background]:
-    """A store whose disk stands still from now on."""
+@pytest.fixture
+def opened(tmp_path: Path, disk: Disk) -> tuple[HistoryStore, Background]:
+    """A store of little memory, whose disk stands still."""
     background = Background()
-    store = HistoryStore(HistoryConfig(dir=str(path), **more), background)  # type: ignore[arg-type]
-    return store, background
+    return HistoryStore(HistoryConfig(dir=str(tmp_path), max_mib=1), background), background
 
 
 def found(store: HistoryStore, problem_id: str = "p") -> list[tuple[str, float | None]]:
     return [(answer.request_id, answer.reward) for answer in answers_in(store, problem_id)]
 
 
-def test_no_call_waits_for_a_disk_that_stands_still_and_answers_draft_meanwhile(
-    tmp_path: Path, disk: Disk, make_answer: MakeAnswer
-) -> None:
-    store, background = opened(tmp_path, disk)
+def test_no_call_waits_for_a_disk_that_stands_still_and_answers_draft_meanwhile(tmp_path, opened, disk, make_answer):
+    store, background = opened
     store.append(make_answer("a"))
     assert disk.is_asked.wait(PATIENCE_S)
     # the disk has not answered from here on
@@ -96,8 +90,8 @@ def test_no_call_waits_for_a_disk_that_stands_still_and_answers_draft_meanwhile(
 
 
 def test_what_is_counted_as_written_is_found_by_whoever_opens_the_file_next_and_is_on_disk_when_an_epoch_begins(
-    tmp_path: Path, make_answer: MakeAnswer
-) -> None:
+    tmp_path, make_answer
+):
     store = HistoryStore(HistoryConfig(dir=str(tmp_path / "kept")))
     for number in range(20):
         store.append(make_answer(f"{number}"))
@@ -112,10 +106,8 @@ def test_what_is_counted_as_written_is_found_by_whoever_opens_the_file_next_and_
     assert len(found(HistoryStore(HistoryConfig(dir=str(tmp_path / "cut"))))) == 20
 
 
-def test_what_waits_for_a_disk_that_never_comes_back_is_bounded(
-    tmp_path: Path, disk: Disk, make_answer: MakeAnswer
-) -> None:
-    store, background = opened(tmp_path, disk, max_mib=1)
+def test_what_waits_for_a_disk_that_never_comes_back_is_bounded(opened, disk, make_answer):
+    store, background = opened
     for number in range(PER_MIB + 50):
         store.append(make_answer(str(number), f"p{number}", count=4))
     assert store.stats().waiting == PER_MIB and store.stats().evicted == 50
@@ -127,10 +119,8 @@ def test_what_waits_for_a_disk_that_never_comes_back_is_bounded(
     assert store.stats().waiting == 0 and store.stats().answers <= PER_MIB
 
 
-def test_what_waits_is_bounded_in_bytes_and_the_newest_stays_however_large(
-    tmp_path: Path, disk: Disk, make_answer: MakeAnswer
-) -> None:
-    store, background = opened(tmp_path, disk, max_mib=1)
+def test_what_waits_is_bounded_in_bytes_and_the_newest_stays_however_large(opened, disk, make_answer):
+    store, background = opened
     for number in range(20):
         store.append(make_answer(str(number), count=50_000))
     assert store.stats().memory_bytes <= 1 << 20 and store.stats().evicted == 20 - store.stats().waiting > 5
@@ -141,26 +131,10 @@ def test_what_waits_is_bounded_in_bytes_and_the_newest_stays_however_large(
     assert store.stats().waiting == 0
 
 
-def test_closing_writes_what_waits(tmp_path: Path, make_answer: MakeAnswer) -> None:
-    tasks: list[Callable[[], None]] = []
-    store = HistoryStore(HistoryConfig(dir=str(tmp_path)), background=tasks.append)
-    store.append(make_answer("a"))
-    store.report_reward("a", 0.5)
-    store.begin_epoch(2)
-    assert store.stats().waiting == 1
-    store.close()
-    again = HistoryStore(HistoryConfig(dir=str(tmp_path)))
-    assert found(again) == [("a", 0.5)] and again.epoch == 2
-    # what was due comes too late, and does nothing
-    for task in tasks:
-        task()
-    assert store.stats().write_errors == 0
-
-
 def test_closing_does_not_wait_for_a_disk_that_stands_still_and_says_what_is_lost(
-    tmp_path: Path, disk: Disk, make_answer: MakeAnswer, caplog: pytest.LogCaptureFixture
-) -> None:
-    store, background = opened(tmp_path, disk)
+    tmp_path, opened, disk, make_answer, caplog
+):
+    store, background = opened
     for name in "abc":
         store.append(make_answer(name))
     assert disk.is_asked.wait(PATIENCE_S)
@@ -175,9 +149,9 @@ def test_closing_does_not_wait_for_a_disk_that_stands_still_and_says_what_is_los
 
 @pytest.mark.parametrize("reward", [None, 1.0])
 def test_a_reward_that_comes_while_its_answer_is_written_is_written_after_it(
-    tmp_path: Path, disk: Disk, make_answer: MakeAnswer, reward: float | None
-) -> None:
-    store, background = opened(tmp_path, disk)
+    tmp_path, opened, disk, make_answer, reward
+):
+    store, background = opened
     disk.first = lambda: store.report_reward("a", 7.0)
     disk.go.set()
     store.append(make_answer("a", reward=reward))
@@ -187,13 +161,9 @@ def test_a_reward_that_comes_while_its_answer_is_written_is_written_after_it(
     assert found(HistoryStore(HistoryConfig(dir=str(tmp_path)))) == [("a", 7.0)]
 
 
-def test_a_reward_never_reaches_another_answer_that_has_its_number_by_now(
-    tmp_path: Path, make_answer: MakeAnswer
-) -> None:
+def test_a_reward_never_reaches_another_answer_that_has_its_number_by_now(tmp_path, make_answer):
     database = Database(tmp_path / "a.history", writes=True)
-    store = HistoryStore(HistoryConfig(dir=str(tmp_path / "kept")))
-    store.append(make_answer("a"))
-    (row,) = store._folder.own.rows()
+    row = row_of(make_answer("a"))
     (number,) = database.write([row], (), None)
     database.drop_oldest(1)
     assert database.write([row], (), None)[0] > number, "none is given out twice"
@@ -203,7 +173,7 @@ def test_a_reward_never_reaches_another_answer_that_has_its_number_by_now(
     assert [(one.request, one.reward) for one in database.rows()] == [(b"b", None)]
 
 
-def test_a_batch_that_fails_on_its_way_is_written_whole_later_and_once(tmp_path: Path, make_answer: MakeAnswer) -> None:
+def test_a_batch_that_fails_on_its_way_is_written_whole_later_and_once(tmp_path, make_answer):
     tasks: list[Callable[[], None]] = []
     store = HistoryStore(HistoryConfig(dir=str(tmp_path)), background=tasks.append)
     own = store._folder.own._connection
@@ -217,9 +187,7 @@ def test_a_batch_that_fails_on_its_way_is_written_whole_later_and_once(tmp_path:
     assert len(found(HistoryStore(HistoryConfig(dir=str(tmp_path))))) == 30
 
 
-def test_looking_up_answers_does_not_wait_for_who_writes_and_sees_no_half_of_it(
-    tmp_path: Path, make_answer: MakeAnswer
-) -> None:
+def test_looking_up_answers_does_not_wait_for_who_writes_and_sees_no_half_of_it(tmp_path, make_answer):
     store = HistoryStore(HistoryConfig(dir=str(tmp_path)))
     store.append(make_answer("a"))
     with store._folder.own._transaction():
@@ -229,9 +197,7 @@ def test_looking_up_answers_does_not_wait_for_who_writes_and_sees_no_half_of_it(
 
 
 @pytest.mark.parametrize("is_on_disk", [True, False], ids=["a file", "in memory"])
-def test_answers_go_to_disk_while_others_read_all_the_time(
-    tmp_path: Path, make_answer: MakeAnswer, is_on_disk: bool
-) -> None:
+def test_answers_go_to_disk_while_others_read_all_the_time(tmp_path, make_answer, is_on_disk):
     database = Database(tmp_path / "own.history" if is_on_disk else None, writes=True)
     database.write([row_of(make_answer("a"))] * 2000, [], None)
     begun, over = threading.Event(), threading.Event()

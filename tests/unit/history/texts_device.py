@@ -1,7 +1,5 @@
 """A device's memory for texts, and an executor that waits: what tests of texts share."""
 
-from __future__ import annotations
-
 from concurrent.futures import Executor, Future
 
 import numpy as np
@@ -49,6 +47,12 @@ class Memory:
         for row, (earlier, now) in enumerate(zip(before, self.tiles(), strict=True)):
             assert self.plan.tiles_of(row) >= max(earlier, now)
         return sum(len(tokens) for _, tokens in changes.pieces)
+
+    def want(self, *problems):
+        """Until they are read."""
+        for problem in problems:
+            self.plan.want(problem)
+        return self.settle()
 
     def settle(self):
         """Until there is nothing left to read or to write."""

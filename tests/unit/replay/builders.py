@@ -1,12 +1,11 @@
 """Small traces and a budget that tests share."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from tests.trees import tree_of
 from vllm_specrollout.budgets.base import BaseBudget
 from vllm_specrollout.budgets.step_cost import CostLine
 from vllm_specrollout.replay.records import Arrival, Candidates, End, Header, Record, Step, Trace
@@ -31,13 +30,7 @@ def decode_step(batch: int, nodes: int = 0, branches: int = 0) -> StepTiming:
 
 
 def tree(tokens: Sequence[int], parents: Sequence[int], probability: float = 0.5, source: int = 0) -> DraftTree:
-    n = len(tokens)
-    return DraftTree(
-        np.asarray(tokens, dtype=np.int32),
-        np.asarray(parents, dtype=np.int32),
-        np.full(n, np.log(probability), dtype=np.float32),
-        np.full(n, source, dtype=np.int32),
-    )
+    return tree_of(parents, tokens, [probability] * len(tokens), source)
 
 
 def header(batch: int = 2, cost: CostLine | None = LINE, **values: object) -> Header:

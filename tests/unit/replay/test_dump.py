@@ -107,12 +107,6 @@ def test_an_empty_answer_is_no_answer(dump):
     assert len(rollout.answers) == 1
 
 
-def test_traces_of_the_grpo_benchmark_are_dumps():
-    (rollout,) = read_dump(GRPO[0])
-    assert len(rollout.answers) == 64 and len({one.problem_id for one in rollout.answers}) == 8
-    assert rollout.epoch == 0
-
-
 @pytest.mark.parametrize(
     ("lines", "words", "way"),
     [

@@ -31,40 +31,26 @@ def trees(draw: st.DrawFn) -> DraftTree:
     )
 
 
-timings = st.builds(
-    Timing, numbers, numbers, numbers, numbers, numbers, times, st.booleans(), numbers, numbers, numbers
+timings = st.builds(Timing, *[numbers] * 5, times, st.booleans(), *[numbers] * 3)
+COUNTS = dict.fromkeys(("request", "step", "num_prompt_tokens", "max_tokens", "max_draft_tokens"), numbers)
+arrivals = st.builds(
+    Arrival, **COUNTS, problem_id=st.text(max_size=5), shape=st.sampled_from(DraftMode), ready_ms=times
 )
-records = st.one_of(
-    st.builds(
-        Arrival,
-        request=numbers,
-        step=numbers,
-        num_prompt_tokens=numbers,
-        max_tokens=numbers,
-        problem_id=st.text(max_size=5),
-        shape=st.sampled_from(DraftMode),
-        max_draft_tokens=numbers,
-        ready_ms=times,
-    ),
-    st.builds(
-        End,
-        request=numbers,
-        status=st.sampled_from(["finished", "open"]),
-        token_ids=st.lists(numbers, max_size=9),
-    ),
-    st.builds(
-        Step,
-        at_ms=times,
-        ask_ms=times,
-        views=numbers,
-        timing=st.none() | timings,
-        verified=st.lists(st.builds(Verified, numbers, numbers, numbers), max_size=3).map(tuple),
-        candidates=st.lists(st.builds(Candidates.of, numbers, numbers, trees()), max_size=3).map(tuple),
-    ),
+ends = st.builds(
+    End, request=numbers, status=st.sampled_from(["finished", "open"]), token_ids=st.lists(numbers, max_size=9)
+)
+steps = st.builds(
+    Step,
+    at_ms=times,
+    ask_ms=times,
+    views=numbers,
+    timing=st.none() | timings,
+    verified=st.lists(st.builds(Verified, numbers, numbers, numbers), max_size=3).map(tuple),
+    candidates=st.lists(st.builds(Candidates.of, numbers, numbers, trees()), max_size=3).map(tuple),
 )
 
 
-@given(records)
+@given(st.one_of(arrivals, ends, steps))
 @settings(deadline=None)
 def test_a_record_survives_being_written_and_read(record: object) -> None:
     back = decode(encode(record))

@@ -36,12 +36,6 @@ def test_an_answer_that_comes_again_is_drafted_from_the_epoch_before():
     assert second.tokens_per_step > 5.0 and second.speedup > 3.0
 
 
-def test_what_was_never_said_gains_nothing():
-    rollouts = [DumpedRollout(epoch, (told(new_text(epoch), f"p{epoch}"),)) for epoch in (1, 2)]
-    for epoch in forecast(rollouts, parse({}), LINE, 4):
-        assert epoch.ours_steps == epoch.plain_steps and epoch.accepted == 0
-
-
 def test_another_problems_answer_does_not_draft():
     answer = new_text(0)
     rollouts = [DumpedRollout(1, (told(answer, "p"),)), DumpedRollout(2, (told(answer, "q"),))]

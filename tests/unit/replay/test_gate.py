@@ -23,12 +23,6 @@ SUBSET = (
 )
 
 
-def test_the_gate_has_twenty_rollouts_from_small_cpus_to_large_batches() -> None:
-    assert len(PLANS) == 20
-    assert {4, 256} <= {plan.batch for plan in PLANS.values()}
-    assert min(plan.told for plan in PLANS.values()) < 0.3
-
-
 @pytest.mark.parametrize("name", SUBSET)
 def test_auto_is_within_two_percent_of_the_best_fixed_width(name: str) -> None:
     trace = make_trace(PLANS[name])

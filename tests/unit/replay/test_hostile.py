@@ -3,8 +3,6 @@
 No other error, no hang, no gigabytes.
 """
 
-from __future__ import annotations
-
 import copy
 import gzip
 import json
@@ -27,8 +25,8 @@ from vllm_specrollout.budgets.registry import make_budget, names
 from vllm_specrollout.budgets.step_cost import CostLine
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.replay import files, records
-from vllm_specrollout.replay.files import ThreadSink, TraceWriter, read_trace, write_trace
-from vllm_specrollout.replay.records import Record, Step, TraceError
+from vllm_specrollout.replay.files import ThreadSink, read_trace, write_trace
+from vllm_specrollout.replay.records import Step, TraceError
 from vllm_specrollout.replay.simulate import replay
 from vllm_specrollout.report.page import page_of
 from vllm_specrollout.report.perfetto import trace_events
@@ -52,6 +50,11 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         if one.get("kind") == "step":
             one["timing"] = [timing[name] if name != "step_ms" else 5.0 + i % 3 for name in columns]
     return found
+
+
+def _written(path: Path, lines: list[dict[str, Any]]) -> Path:
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    return path
 
 
 def _paths(node: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -90,9 +93,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_a_trace_with_any_value_in_any_place_is_refused_or_replays(
-    lines: list[dict[str, Any]], folder: Path, data: st.DataObject
-) -> None:
+def test_a_trace_with_any_value_in_any_place_is_refused_or_replays(lines, folder, data):
     found = list(lines)
     for _ in range(data.draw(st.integers(1, 3), label="changes")):
         # the header as often as all others
@@ -102,16 +103,13 @@ def test_a_trace_with_any_value_in_any_place_is_refused_or_replays(
         for step in above:
             one = one[step]
         one[key] = data.draw(st.sampled_from(WEIRD), label="value")
-    path = folder / "t.jsonl"
-    path.write_text("\n".join(map(json.dumps, found)) + "\n")
+    path = _written(folder / "t.jsonl", found)
     assert _is_told(path, data.draw(st.sampled_from(names()), label="budget")) and _is_drawn(path)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_a_trace_with_damaged_bytes_is_refused_or_replays(
-    lines: list[dict[str, Any]], folder: Path, data: st.DataObject
-) -> None:
+def test_a_trace_with_damaged_bytes_is_refused_or_replays(lines, folder, data):
     content = ("\n".join(map(json.dumps, lines)) + "\n").encode()
     suffix = data.draw(st.sampled_from(["jsonl", "jsonl.gz", "jsonl.zst"]))
     pack = {"jsonl.gz": gzip.compress, "jsonl.zst": zstandard.ZstdCompressor().compress}.get(suffix, bytes)
@@ -131,38 +129,24 @@ def test_a_trace_with_damaged_bytes_is_refused_or_replays(
         ("max_num_seqs", float("nan"), "JSON is malformed"),
         ("max_num_batched_tokens", -1, "`int` >= 1 - at `$.max_num_batched_tokens`"),
         ("max_depth", 65, "`int` <= 64 - at `$.max_depth`"),
+        ("cost", {"fixed": 1.0, "prompt_share": 1.5}, "`float` <= 1.0 - at `$.cost.prompt_share`"),
         ("timing", ["rows", "batch"], "timings have the columns rows, batch"),
     ],
 )
-def test_an_engine_that_cannot_be_is_no_header(
-    lines: list[dict[str, Any]], tmp_path: Path, name: str, value: Any, cause: str
-) -> None:
-    path = tmp_path / "t.jsonl"
-    path.write_text("\n".join(map(json.dumps, [lines[0] | {name: value}, *lines[1:]])) + "\n")
+def test_an_engine_that_cannot_be_is_no_header(lines, tmp_path, name, value, cause):
+    path = _written(tmp_path / "t.jsonl", [lines[0] | {name: value}, *lines[1:]])
     with pytest.raises(TraceError, match=re.escape(cause)):
         read_trace(path)
 
 
-def test_prompts_that_memory_has_no_room_for_are_refused(lines: list[dict[str, Any]], tmp_path: Path) -> None:
-    path = tmp_path / "t.jsonl"
+def test_prompts_that_memory_has_no_room_for_are_refused(lines, tmp_path):
     longer = [one | {"num_prompt_tokens": 2**31} if one.get("kind") == "arrival" else one for one in lines]
-    path.write_text("\n".join(map(json.dumps, longer)) + "\n")
+    trace = read_trace(_written(tmp_path / "t.jsonl", longer))
     with pytest.raises(TraceError, match="tokens of prompts"):
-        replay(read_trace(path), make_budget(SpecRolloutConfig(budget="off")))
+        replay(trace, make_budget(SpecRolloutConfig(budget="off")))
 
 
-@pytest.mark.parametrize("share", [1e12, 1.5])
-def test_a_prompt_of_more_rows_than_tokens_is_refused(
-    lines: list[dict[str, Any]], tmp_path: Path, share: float
-) -> None:
-    path = tmp_path / "t.jsonl"
-    cost = {"fixed": 1.0, "prompt_share": share}
-    path.write_text("\n".join(map(json.dumps, [lines[0] | {"cost": cost}, *lines[1:]])) + "\n")
-    with pytest.raises(TraceError, match="`float` <= 1.0 - at `.*prompt_share`"):
-        read_trace(path)
-
-
-def test_prompts_that_take_too_many_steps_are_refused_whoever_says_how_many_rows_they_have() -> None:
+def test_prompts_that_take_too_many_steps_are_refused_whoever_says_how_many_rows_they_have():
     trace = make_trace(TracePlan(requests=4, median=20, sibling=0.3))
     budget = make_budget(SpecRolloutConfig(budget="off"))
     with pytest.raises(TraceError, match="rows of prompts"):
@@ -170,9 +154,7 @@ def test_prompts_that_take_too_many_steps_are_refused_whoever_says_how_many_rows
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
-def test_a_file_that_expands_without_end_is_given_up_early(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
-) -> None:
+def test_a_file_that_expands_without_end_is_given_up_early(tmp_path, monkeypatch, suffix):
     bomb = bytes(1 << 26)
     path = tmp_path / f"t.jsonl.{suffix}"
     path.write_bytes(gzip.compress(bomb) if suffix == "gz" else zstandard.ZstdCompressor(level=19).compress(bomb))
@@ -184,9 +166,7 @@ def test_a_file_that_expands_without_end_is_given_up_early(
     assert sum(sizes) == 1 << 26 and max(sizes) <= 1 << 25
 
 
-def test_any_error_ends_a_recording_and_not_its_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_any_error_ends_a_recording_and_not_its_thread(tmp_path, monkeypatch, caplog):
     sink = ThreadSink(tmp_path / "t.jsonl")
     with monkeypatch.context() as patch:
         patch.setattr(records, "encode", lambda record: [][1])
@@ -197,24 +177,19 @@ def test_any_error_ends_a_recording_and_not_its_thread(
     assert "cannot be written any further" in caplog.text
 
 
-class Disk:
-    """A file whose writes wait until they are let go."""
-
-    def __init__(self, writer: TraceWriter) -> None:
-        self.go, self._write = threading.Event(), writer.write
-
-    def write(self, record: Record) -> None:
-        assert self.go.wait(PATIENCE_S)
-        self._write(record)
+@pytest.fixture
+def stands_still(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[ThreadSink, threading.Event]:
+    """A sink onto a disk that lets no record through until it is told to go on."""
+    sink, go = ThreadSink(tmp_path / "t.jsonl", patience_s=0.0), threading.Event()
+    write = sink._writer.write
+    monkeypatch.setattr(sink._writer, "write", lambda record: go.wait(PATIENCE_S) and write(record))
+    return sink, go
 
 
 def test_a_recording_onto_a_disk_that_stands_still_ends_where_memory_does_and_says_so_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "t.jsonl"
-    sink = ThreadSink(path, patience_s=0.0)
-    disk = Disk(sink._writer)
-    monkeypatch.setattr(sink._writer, "write", disk.write)
+    stands_still, tmp_path, monkeypatch, caplog
+):
+    sink, go = stands_still
     monkeypatch.setattr(files, "MOST_WAITING", 100 * 512)
     sink.write(header())
     for number in range(1000):
@@ -222,36 +197,32 @@ def test_a_recording_onto_a_disk_that_stands_still_ends_where_memory_does_and_sa
     assert sink._queue.qsize() <= 101 and sink.dropped >= 1000 - 101
     assert caplog.text.count("stands still") == 1
     # what comes when there is room again would leave a hole
-    disk.go.set()
+    go.set()
     dropped = sink.dropped
     sink.write(Step(at_ms=1e6))
     assert sink.dropped == dropped + 1
     sink._patience_s = PATIENCE_S
     sink.close()
     assert f"{sink.dropped} records of its end are missing" in caplog.text
-    back = read_trace(path)
+    back = read_trace(tmp_path / "t.jsonl")
     assert [step.at_ms for step in back.steps] == [float(number) for number in range(1000 - dropped)]
 
 
-def test_closing_a_recording_does_not_wait_for_a_disk_that_stands_still(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    sink = ThreadSink(tmp_path / "t.jsonl", patience_s=0.0)
-    disk = Disk(sink._writer)
-    monkeypatch.setattr(sink._writer, "write", disk.write)
+def test_closing_a_recording_does_not_wait_for_a_disk_that_stands_still(stands_still, caplog):
+    sink, go = stands_still
     for _ in range(3):
         sink.write(header())
     sink.close()
-    assert not disk.go.is_set() and "is not whole" in caplog.text
+    assert not go.is_set() and "is not whole" in caplog.text
     # nor does the interpreter's end
     assert sink._thread.is_alive() and sink._thread.daemon
-    disk.go.set()
+    go.set()
     sink._thread.join(PATIENCE_S)
     assert not sink._thread.is_alive()
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has it")
-def test_a_full_disk_ends_a_recording(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_ends_a_recording(caplog):
     with caplog.at_level(logging.ERROR):
         sink = ThreadSink(Path("/dev/full"))
         for number in range(5000):

@@ -6,11 +6,12 @@ import pytest
 from tests.trees import batch_of, chain, limits_of, tree_of
 from tests.unit.observe.engine import Rollout, ending, record_of, timing_of, view
 from tests.unit.replay.builders import LINE, ListSink, header
+from tests.unit.report.pages import trace_of
 from vllm_specrollout.budgets.fixed import FixedBudget
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.replay.files import ThreadSink, read_trace
 from vllm_specrollout.replay.recorder import Recorder
-from vllm_specrollout.replay.records import Arrival, Candidates, End, Step, Trace, Verified
+from vllm_specrollout.replay.records import Arrival, Candidates, End, Step, Verified
 from vllm_specrollout.replay.simulate import replay
 from vllm_specrollout.types import EMPTY_TREE, FinishReason, RequestBatch, StepPlan, empty_trees
 
@@ -51,12 +52,6 @@ def recorded(runner, is_late=None, sink=None, **facts):
     rollout = Rollout(ANSWERS, Listener(), runner == "v1" if is_late is None else is_late, **facts)
     rollout.listener = Recorder(header(batch=len(ANSWERS), runner=runner), sink, rollout.clock)
     return rollout.run(), sink
-
-
-def trace_of(sink):
-    head, *records = sink.records
-    kinds = {kind: tuple(one for one in records if isinstance(one, kind)) for kind in (Arrival, Step, End)}
-    return Trace(head, kinds[Arrival], kinds[Step], {end.request: end for end in kinds[End]})
 
 
 @ORDERS
@@ -101,7 +96,9 @@ def test_each_step_has_its_verdicts_and_a_time_as_late_as_the_header_says(runner
 
 
 @ORDERS
-def test_drafts_stand_in_the_record_before_the_step_that_verifies_them(runner, is_late):
+def test_drafts_stand_in_the_record_before_the_step_that_verifies_them_with_the_reason_for_them_or_for_none(
+    runner, is_late
+):
     rollout, sink = recorded(runner, is_late, pauses=frozenset({3, 4, 8}))
     trace = trace_of(sink)
     for i, step in enumerate(trace.steps[:-1]):
@@ -109,15 +106,8 @@ def test_drafts_stand_in_the_record_before_the_step_that_verifies_them(runner, i
         assert nodes >= rollout.nodes[i + 1] and (nodes > 0) == (rollout.nodes[i + 1] > 0)
         is_paused = i + 1 in (3, 4, 8)
         assert (step.ask_ms, step.views > 0) == ((0.0, False) if is_paused else (1.0, True))
+        assert step.reason == ("drafts do not pay" if is_paused else "fixed")
     assert [arrival.step for arrival in trace.arrivals] == [0, 0, 0]
-
-
-@ORDERS
-def test_each_record_says_why_the_coming_step_has_its_drafts_or_none(runner, is_late):
-    rollout, sink = recorded(runner, is_late, pauses=frozenset({3, 4, 8}))
-    steps = trace_of(sink).steps
-    for i, step in enumerate(steps[:-1], 1):
-        assert step.reason == ("drafts do not pay" if i in (3, 4, 8) else "fixed"), i
 
 
 def test_a_pause_before_a_plan_whose_step_came_is_forgotten_and_one_behind_it_is_not():
@@ -164,24 +154,18 @@ def test_what_is_recorded_is_what_listeners_were_told():
     assert three.verified == (Verified(0, 4, 0), Verified(1, 1, 0))
     assert [(c.request, c.position, c.tree.size) for c in two.candidates] == [(0, 3, 4), (1, 2, 1)]
     assert (two.ask_ms, two.views, three.views, three.candidates) == (2.0, 2, 1, ())
-    assert [(a.request, a.step, a.num_prompt_tokens, a.max_tokens) for a in engine.of(Arrival)] == [
-        (0, 0, 10, 100),
-        (1, 0, 10, 100),
-    ]
-    assert [(e.request, e.status, e.token_ids) for e in engine.of(End)] == [
-        (1, "truncated", [10, 11]),
-        (0, "open", [10, 4, 5, 6, 7]),
-    ]
+    arrivals = [(a.request, a.step, a.num_prompt_tokens, a.max_tokens) for a in engine.of(Arrival)]
+    assert arrivals == [(0, 0, 10, 100), (1, 0, 10, 100)]
+    ends = [(e.request, e.status, e.token_ids) for e in engine.of(End)]
+    assert ends == [(1, "truncated", [10, 11]), (0, "open", [10, 4, 5, 6, 7])]
 
 
 def test_candidates_are_all_that_drafters_proposed_at_their_word():
     engine = Engine()
     one, other = chain([1, 2, 3, 4], probability=0.5), chain([1, 5, 6, 7], source=1, probability=0.25)
     nothing = chain([9])
-    plan = engine.plan(
-        [view("a", [0]), view("b", [0])], [one, nothing], [other, EMPTY_TREE], limits=limits_of(2, [4, 0], 4)
-    )
-    engine.recorder.stepped(record_of(plan.trees, [[], []], plan))
+    views = [view("a", [0]), view("b", [0])]
+    engine.step(engine.plan(views, [one, nothing], [other, EMPTY_TREE], limits=limits_of(2, [4, 0], 4)), [[], []])
     (candidates,) = engine.of(Step)[0].candidates
     assert isinstance(candidates, Candidates) and candidates.request == 0
     assert sorted(candidates.tree.token_ids) == [1, 2, 3, 4, 5, 6, 7]

@@ -13,6 +13,10 @@ from vllm_specrollout.replay.records import Candidates
 from vllm_specrollout.replay.simulate import replay
 from vllm_specrollout.types import FinishReason
 
+# after one token of the answer 1 2 3 4 5 the draft 2 3 9 holds for two tokens, and the third comes with them
+DRAFTS = Candidates.of(0, 1, tree([2, 3, 9], [-1, 0, 1])), Candidates.of(0, 4, tree([8], [-1]))
+BY_HAND = [[1, 2, 3, 4, 5], [7]], DRAFTS
+
 
 def budget(name: str, nodes: int = 8, depth: int = 8, seed: int = 0):
     return make_budget(SpecRolloutConfig(budget=name, max_draft_tokens=nodes, max_depth=depth), seed=seed)
@@ -20,13 +24,7 @@ def budget(name: str, nodes: int = 8, depth: int = 8, seed: int = 0):
 
 def test_a_rollout_worked_out_by_hand_takes_exactly_that_long():
     """The example of docs/guides/replay.md."""
-    drafts = [
-        # after one token of the answer 1 2 3 4 5: the draft 2 3 9 holds for two tokens, the third comes with them
-        Candidates.of(0, 1, tree([2, 3, 9], [-1, 0, 1])),
-        Candidates.of(0, 4, tree([8], [-1])),
-    ]
-    policy = ScriptedBudget(max_nodes=3, max_depth=3)
-    result = replay(trace_of([[1, 2, 3, 4, 5], [7]], drafts), policy)
+    result = replay(trace_of(*BY_HAND), ScriptedBudget(3, 3))
     # prompts: two requests, 20 rows, both asked for          10 + 2*1 + 20*0.01 + 0.1         = 12.3; 1 and 7 come
     # request 0 alone, three nodes, asked for again           10 + 1 + 2 + 3*0.5 + 0.1         = 14.6; 2 3 4 come
     # one node, in vain; the answer ends in it                10 + 1 + 2 + 0.5 + 0.1           = 13.6; 5 comes
@@ -39,9 +37,8 @@ def test_a_rollout_worked_out_by_hand_takes_exactly_that_long():
 
 
 def test_a_budget_learns_of_a_step_one_step_late_and_of_an_ending_before_it() -> None:
-    budget = ScriptedBudget(max_nodes=3, max_depth=3)
-    drafts = [Candidates.of(0, 1, tree([2, 3, 9], [-1, 0, 1])), Candidates.of(0, 4, tree([8], [-1]))]
-    replay(trace_of([[1, 2, 3, 4, 5], [7]], drafts), budget)
+    budget = ScriptedBudget(3, 3)
+    replay(trace_of(*BY_HAND), budget)
     order = [name for name, _ in budget.calls]
     # the first step's record comes at the end of the second, in which the second request is over
     assert order[:6] == ["limits", "choose", "finish", "observe", "limits", "choose"]

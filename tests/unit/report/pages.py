@@ -1,7 +1,5 @@
 """Records to draw, and what is in a page, read as a browser reads it but in Python."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

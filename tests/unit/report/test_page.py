@@ -1,6 +1,7 @@
 import base64
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -162,9 +163,7 @@ def test_a_page_names_no_other_file_and_no_address():
 def test_names_out_of_the_trace_cannot_become_a_part_of_the_page():
     trace = made_up(8, 4, 20.0)
     evil = "</script><script>alert(1)</script>"
-    arrivals = tuple(
-        type(a)(**{f: getattr(a, f) for f in a.__struct_fields__} | {"problem_id": evil}) for a in trace.arrivals
-    )
+    arrivals = tuple(msgspec.structs.replace(one, problem_id=evil) for one in trace.arrivals)
     page = page_of(Trace(trace.header, arrivals, trace.steps, trace.ends), "x.jsonl")
     assert evil not in page and islands(page)["summary"]["requests"]["problems"] == [evil]
 

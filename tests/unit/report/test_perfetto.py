@@ -14,49 +14,27 @@ from vllm_specrollout.report.perfetto import DRAFTERS, ENGINE, REQUESTS, trace_e
 from vllm_specrollout.report.walk import walk
 
 TRACES = sorted((Path(__file__).parents[2] / "traces").glob("*.jsonl.zst"))
-WHOLE = {"type": "integer", "minimum": 0}
-TRACK = {"pid": {"enum": [ENGINE, DRAFTERS, REQUESTS]}, "tid": WHOLE}
+WHOLE, NAME = {"type": "integer", "minimum": 0}, {"type": "string", "minLength": 1}
+NAMES = {"enum": ["process_name", "process_sort_index", "thread_name", "thread_sort_index"]}
+NUMBERS = {"type": "object", "minProperties": 1, "additionalProperties": {"type": "number"}}
+WORDS = {"type": "object", "additionalProperties": {"type": ["number", "string"]}}
 KINDS = {
-    "X": {
-        "properties": {
-            **TRACK, "ph": {}, "cat": {"type": "string"}, "name": {"type": "string", "minLength": 1}, "ts": WHOLE,
-            "dur": WHOLE, "args": {"type": "object", "additionalProperties": {"type": ["number", "string"]}},
-        },
-        "required": ["pid", "tid", "ph", "cat", "name", "ts", "dur", "args"],
-    },
-    "C": {
-        "properties": {
-            **TRACK, "ph": {}, "name": {"type": "string", "minLength": 1}, "ts": WHOLE,
-            "args": {"type": "object", "minProperties": 1, "additionalProperties": {"type": "number"}},
-        },
-        "required": ["pid", "tid", "ph", "name", "ts", "args"],
-    },
-    "M": {
-        "properties": {
-            **TRACK, "ph": {}, "args": {"type": "object", "minProperties": 1, "maxProperties": 1},
-            "name": {"enum": ["process_name", "process_sort_index", "thread_name", "thread_sort_index"]},
-        },
-        "required": ["pid", "tid", "ph", "name", "args"],
-    },
-}  # fmt: skip
-EVENT = [
-    {
-        "type": "object",
-        "additionalProperties": False,
-        **kind,
-        "properties": kind["properties"] | {"ph": {"const": name}},
-    }
-    for name, kind in KINDS.items()
-]
+    "X": {"cat": {"type": "string"}, "name": NAME, "ts": WHOLE, "dur": WHOLE, "args": WORDS},
+    "C": {"name": NAME, "ts": WHOLE, "args": NUMBERS},
+    "M": {"name": NAMES, "args": {"type": "object", "minProperties": 1, "maxProperties": 1}},
+}
+TRACK = {"pid": {"enum": [ENGINE, DRAFTERS, REQUESTS]}, "tid": WHOLE}
+COLUMNS = [{"ph": {"const": kind}, **TRACK, **own} for kind, own in KINDS.items()]
+EVENT = [{"type": "object", "additionalProperties": False, "properties": own, "required": [*own]} for own in COLUMNS]
 SCHEMA = {
     "type": "object",
     "required": ["traceEvents"],
+    "additionalProperties": False,
     "properties": {
         "traceEvents": {"type": "array", "items": {"oneOf": EVENT}},
         "displayTimeUnit": {"enum": ["ms", "ns"]},
         "otherData": {"type": "object", "additionalProperties": {"type": "string"}},
     },
-    "additionalProperties": False,
 }
 
 

@@ -1,3 +1,6 @@
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -24,6 +27,11 @@ def recorded(answers: dict[str, list[int]], order: tuple[str, bool], pauses: fro
     rollout = Rollout(answers, Listener(), order[1], pauses=pauses)
     rollout.listener = Recorder(header(len(answers), runner=order[0], drafters=("ngram",)), sink, rollout.clock)
     return rollout.run(), pages.trace_of(sink)
+
+
+def walked(answers: list[list[int]], steps: Sequence[Step], **changes: Any) -> Walk:
+    """The walk of answers of which these steps were recorded."""
+    return walk(dataclasses.replace(trace_of(answers, batch=len(answers)), steps=tuple(steps), **changes))
 
 
 def rows_of(table: Walk, request: int) -> list[dict[str, Any]]:
@@ -82,14 +90,12 @@ def test_figures_by_context_are_those_of_the_rows_that_have_it():
     _, trace = recorded({"a": list(range(30)), "b": list(range(50, 59))}, ("v2", False), frozenset({3}))
     table = walk(trace)
     (one,) = rollouts_of(trace, table, steps_of(trace, table))
-    by_hand: dict[int, list[int]] = {}
+    by_hand = defaultdict(lambda: np.zeros(4, int))
     for request in (0, 1):
         context = trace.arrivals[request].num_prompt_tokens
         for row in rows_of(table, request):
             if row["why"] != "prompt":
-                sums = by_hand.setdefault(1 << (context.bit_length() - 1), [0, 0, 0, 0])
-                for place, value in enumerate((1, row["gained"], row["nodes"], row["accepted"])):
-                    sums[place] += value
+                by_hand[1 << (context.bit_length() - 1)] += 1, row["gained"], row["nodes"], row["accepted"]
             context += row["gained"]
     assert one.by_context == [(least, *sums) for least, sums in sorted(by_hand.items())]
     assert len(one.by_context) > 1 and sum(accepted for *_, accepted in one.by_context) == one.accepted > 0
@@ -139,8 +145,7 @@ def test_a_request_that_was_preempted_has_no_row_for_the_steps_it_missed():
     # it has 1, 2, 3 tokens, then nothing for two steps, as the drafts say; then goes on
     for i, position in enumerate((1, 2, 3, 3, 3, 4)):
         steps[i] = Step(at_ms=float(i), views=1, candidates=(Candidates.of(0, position, draft),))
-    trace = trace_of([[9, 9, 9, 9, 9, 9]])
-    table = walk(Trace(trace.header, trace.arrivals, tuple(steps), trace.ends))
+    table = walked([[9, 9, 9, 9, 9, 9]], steps)
     assert [row["step"] for row in rows_of(table, 0)] == [0, 1, 2, 5, 6, 7]
 
 
@@ -151,8 +156,7 @@ def test_a_draft_of_which_nothing_was_verified_was_left_out_where_others_were_no
         Step(at_ms=1.0, views=3, reason="goodput", candidates=both),
         Step(at_ms=2.0, verified=(Verified(0, 2, 2),), sources=(2,)),
     )
-    trace = trace_of([[1, 5, 6, 7], [1, 2, 3, 4], [1, 2, 3]], batch=3)
-    table = walk(Trace(trace.header, trace.arrivals, steps, trace.ends))
+    table = walked([[1, 5, 6, 7], [1, 2, 3, 4], [1, 2, 3]], steps)
     assert [rows_of(table, i)[1]["why"] for i in range(3)] == ["goodput", "left out", "nothing proposed"]
     assert table.accepted_by.sum() == 2 and table.proposed_by.sum() == 4
 
@@ -161,15 +165,12 @@ def test_accepted_nodes_are_counted_for_the_drafter_that_proposed_them():
     # 5 (drafter 0) -> 6 (drafter 1) -> 7 (drafter 1), and 8 (drafter 0) beside 6
     draft = Candidates(0, 1, [5, 6, 8, 7], [-1, 0, 0, 1], [0, 0, 0, 0], [0, 1, 0, 1])
     steps = (Step(at_ms=1.0, views=1, candidates=(draft,)), Step(at_ms=2.0, verified=(Verified(0, 4, 3),)))
-    trace = trace_of([[1, 5, 6, 7, 9]], batch=1)
-    table = walk(Trace(trace.header, trace.arrivals, steps, trace.ends))
+    table = walked([[1, 5, 6, 7, 9]], steps)
     assert table.accepted_by.tolist() == [[0, 0], [1, 2]] and table.proposed_by.tolist() == [[0, 0], [2, 2]]
 
 
 def test_a_request_without_an_end_runs_to_the_end_of_the_file():
-    trace = trace_of([[1, 2, 3]])
-    steps = tuple(Step(at_ms=float(i)) for i in range(50))
-    table = walk(Trace(trace.header, trace.arrivals, steps, {}))
+    table = walked([[1, 2, 3]], [Step(at_ms=float(i)) for i in range(50)], ends={})
     assert table.gained.sum() == 50
 
 
@@ -178,8 +179,7 @@ def test_a_draft_that_was_verified_for_an_answer_that_had_ended_is_counted_and_y
         Step(at_ms=1.0, views=1, candidates=(Candidates.of(0, 2, tree([5, 6], [-1, 0])),)),
         Step(at_ms=2.0, verified=(Verified(0, 2, 2),)),
     )
-    trace = trace_of([[1, 2]])
-    table = walk(Trace(trace.header, trace.arrivals, steps, trace.ends))
+    table = walked([[1, 2]], steps)
     assert table.gained.tolist() == [2, 0] and table.nodes.tolist() == [0, 2]
 
 
@@ -192,21 +192,16 @@ def test_a_draft_is_counted_that_was_verified_where_the_picture_took_its_request
         Step(at_ms=3.0, views=1, candidates=drafts),
         Step(at_ms=4.0, views=1, candidates=drafts, verified=(Verified(0, 2, 0),)),
     )
-    trace = trace_of([[1, 2]])
-    table = walk(Trace(trace.header, trace.arrivals, steps, trace.ends))
+    table = walked([[1, 2]], steps)
     assert table.nodes.tolist() == [0, 0, 2]
 
 
 def test_a_record_of_a_request_that_never_came_is_refused():
-    trace = trace_of([[1, 2, 3]])
-    steps = (Step(at_ms=0.0), Step(at_ms=1.0, verified=(Verified(7, 1, 1),)))
     with pytest.raises(TraceError, match="speaks of request 7, and 1 have arrived"):
-        walk(Trace(trace.header, trace.arrivals, steps, trace.ends))
+        walked([[1, 2, 3]], [Step(at_ms=0.0), Step(at_ms=1.0, verified=(Verified(7, 1, 1),))])
 
 
 def test_more_steps_of_requests_than_memory_has_room_for_are_refused(monkeypatch):
-    from vllm_specrollout.report import walk as module
-
-    monkeypatch.setattr(module, "MOST_ROWS", 10)
+    monkeypatch.setattr("vllm_specrollout.report.walk.MOST_ROWS", 10)
     with pytest.raises(TraceError, match="more than 10 steps of requests"):
         walk(pages.made_up(5, 2, 20.0))
