@@ -22,10 +22,10 @@ from vllm_specrollout.worker.v2.inputs import emptied
 
 
 class Recorder:
-    """In place of the speculator: drafts `tree` for everyone, and notes what it is told."""
+    """In place of the speculator: drafts these trees, for one request after another, and notes what it is told."""
 
-    def __init__(self, tree=EMPTY_TREE):
-        self.tree, self.guard = tree, Guard(is_strict=True)
+    def __init__(self, *trees, is_strict=True):
+        self.trees, self.guard = trees or (EMPTY_TREE,), Guard(is_strict=is_strict)
         self.observed, self.times, self.forgotten, self.admitted, self.begun = [], [], [], [], []
         self.finished, self.checks = [], []
 
@@ -35,12 +35,15 @@ class Recorder:
     def begin(self, view):
         self.begun.append(view.request_id)
 
+    def is_paused(self, step, num_requests):
+        return False
+
     def steps_off(self, step, num_requests):
         return 0
 
     def propose(self, batch, step):
-        trees = batch_of([self.tree] * batch.size, batch.request_ids)
-        return PlannedStep(StepPlan(trees, "recorded"), batch)
+        trees = itertools.islice(itertools.cycle(self.trees), batch.size)
+        return PlannedStep(StepPlan(batch_of([*trees], batch.request_ids), "recorded"), batch)
 
     def observe(self, planned, trees, result):
         self.observed.append((planned, trees, result))
@@ -280,7 +283,7 @@ def test_a_schedule_without_its_room_leaves_the_schedulers_own_alone():
 
 
 def test_a_mistake_while_looking_ahead_costs_what_would_have_been_planned(recorder, host, a):
-    recorder.tree = chain([5, 6])
+    recorder.trees = [chain([5, 6])]
     a.append([7])
     batch = host.batch({"a": 2}, may_branch=True)
     assert host.drafting.look_ahead(batch, 1).plan.trees.num_nodes == 2
