@@ -29,14 +29,19 @@ STOCK = ("vllm.v1.worker.cpu_worker.CPUWorker", None, 128, {})
 OURS = (CPU_V1.worker, CPU_V1.scheduler, 32, {"spec_rollout": SpecRolloutConfig(max_draft_tokens=8).as_dict()})
 
 
-def parsed(model, *flags):
-    from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+def arguments(model, *flags):
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = FlexibleArgumentParser()
     AsyncEngineArgs.add_cli_args(parser)
-    args = parser.parse_args(["--model", model, "--skip-tokenizer-init", *flags])
-    return EngineArgs.from_cli_args(args)
+    return parser.parse_args(["--model", model, "--skip-tokenizer-init", *flags])
+
+
+def parsed(model, *flags):
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs.from_cli_args(arguments(model, *flags))
 
 
 def test_keyword_flag_additional_config_and_environment_mean_the_same(make, model, monkeypatch, tmp_path):
@@ -61,12 +66,9 @@ def test_keyword_flag_additional_config_and_environment_mean_the_same(make, mode
 
 
 def test_parsed_flags_keep_the_configuration_for_processes_that_load_plugins_later(model):
-    from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.engine.arg_utils import EngineArgs
 
-    parser = FlexibleArgumentParser()
-    AsyncEngineArgs.add_cli_args(parser)
-    args = parser.parse_args(["--model", model, "--skip-tokenizer-init", "--spec-rollout", '{"max_draft_tokens": 8}'])
+    args = arguments(model, "--spec-rollout", '{"max_draft_tokens": 8}')
     EngineArgs.from_cli_args(args)
     del args.spec_rollout  # such a process has no wrapper that would read it
     assert engine_of(EngineArgs.from_cli_args(args).create_engine_config()) == OURS
@@ -204,6 +206,7 @@ def test_metrics_of_each_request_reach_the_scheduler_past_vllms_check(make):
     assert args.per_request_spec_decode_metrics == "detailed"
 
 
+POOLING = dict(runner="pooling", convert="embed")
 REFUSED = {
     "speculative config": dict(speculative_config={"model": "head", "num_speculative_tokens": 3}, spec_tokens=4),
     "pipeline parallel": dict(pipeline_parallel_size=2),
@@ -221,7 +224,7 @@ REFUSED = {
     "a drafter nowhere": dict(spec_rollout={"drafters": ["no.such:Drafter"]}),
     "a history nowhere": dict(spec_rollout={"history": {"dir": "/proc/none"}}),
     "a recording nowhere": dict(spec_rollout={"record": "/proc/none/t.zst"}),
-    "pooling model": dict(runner="pooling", convert="embed"),
+    "pooling model": POOLING,
     "unknown key": dict(additional_config={"spec_rollout": {"max_draft_token": 8}}, spec_rollout=None),
 }
 
@@ -241,9 +244,6 @@ def test_every_refusal_by_vllms_own_arguments_reads_as_recorded(make, recorded, 
     monkeypatch.setenv("VLLM_SPEC_ROLLOUT", "/no/such/file")
     text += "\n" + render_refusals({"unreadable environment": lambda: make().create_engine_config()})
     assert text == recorded(Path(__file__).with_name("refusals.txt"), text)
-
-
-POOLING = dict(runner="pooling", convert="embed")
 
 
 @pytest.mark.parametrize(
