@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import tree_parents
+from tests.trees import batch_of, tree_of
 from vllm_specrollout.trees.batch import chains
-from vllm_specrollout.types import TreeBatch, VerifyResult
+from vllm_specrollout.types import VerifyResult
 from vllm_specrollout.worker.models import proposing
 from vllm_specrollout.worker.models.proposing import HeldRows, WaitingRows, first_rows, have_prompts, rows_that_hold
 
@@ -101,10 +102,7 @@ def test_requests_with_more_than_one_row_that_was_not_drafted_have_prompts() -> 
 
 @given(st.lists(st.tuples(st.integers(1, 4), tree_parents(6)), min_size=1, max_size=4), st.data())
 def test_known_rows_and_accepted_ones_hold(requests: list[tuple[int, list[int]]], data: st.DataObject) -> None:
-    ids = [str(i) for i in range(len(requests))]
-    flat = chains(ids, [[0] * len(parents) for _, parents in requests])
-    parents = np.asarray([p for _, own in requests for p in own], dtype=np.int32)
-    trees = TreeBatch(ids, flat.node_start, flat.token_ids, parents, flat.log_q, flat.source, np.zeros_like(flat.depth))
+    trees = batch_of([tree_of(own, [0] * len(own), [1.0] * len(own)) for _, own in requests])
     accepted: list[list[int]] = []
     for _, own in requests:
         path, node = [], -1
