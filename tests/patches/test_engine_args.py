@@ -102,9 +102,9 @@ def test_switched_off_the_configuration_is_the_one_stock_vllm_makes(make, model)
     assert str(ours).replace(ours.instance_id, "") == str(stock).replace(stock.instance_id, "")
 
 
-def test_switched_on_attention_is_row_invariant_and_the_next_stock_engine_is_stock_again(make):
+def test_switched_on_one_variable_is_set_for_row_invariant_attention_and_the_next_stock_engine_is_stock_again(make):
     make(spec_rollout=True).create_engine_config()
-    assert os.environ["VLLM_CPU_ATTN_SPLIT_KV"] == "0"
+    assert os.environ["VLLM_CPU_ATTN_SPLIT_KV"] == "0" and "VLLM_USE_V2_MODEL_RUNNER" not in os.environ
     make().create_engine_config()
     assert "VLLM_CPU_ATTN_SPLIT_KV" not in os.environ
 
@@ -122,17 +122,11 @@ def test_engine_arguments_may_be_used_twice(make):
     assert args.worker_cls == "auto" and args.scheduler_cls is None and args.block_size is None
 
 
-@pytest.mark.parametrize("kwargs, size", [({}, 32), ({"block_size": 64}, 64)])
-def test_a_block_size_the_user_gave_is_kept(make, kwargs, size):
+@pytest.mark.parametrize(
+    "kwargs, size", [({}, 32), ({"block_size": 64}, 64), ({"num_gpu_blocks_override": 30}, STOCK[2])], ids=str
+)
+def test_blocks_are_as_small_as_ours_unless_the_user_gave_their_size_or_number(make, kwargs, size):
     assert make(spec_rollout={}, **kwargs).create_engine_config().cache_config.block_size == size
-
-
-def test_a_number_of_blocks_the_user_gave_is_meant_in_vllms_blocks(make):
-    stock, ours = (
-        make(num_gpu_blocks_override=30, spec_rollout=given).create_engine_config().cache_config.block_size
-        for given in (None, {})
-    )
-    assert ours == stock
 
 
 def test_the_users_other_additional_config_stays(make):
@@ -295,11 +289,6 @@ def test_where_vllm_would_run_its_v2_runner_on_cpu_ours_is_the_v1_one(make, monk
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(UnsupportedError, match="asks for vLLM's V2 model runner; on CPU, spec rollout runs the V1 one"):
         args.create_engine_config()
-
-
-def test_where_vllm_itself_runs_its_v1_runner_no_variable_is_set(make):
-    make(spec_rollout=True).create_engine_config()
-    assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ
 
 
 def test_a_flag_that_vllm_drops_on_cpu_is_no_error(make):
