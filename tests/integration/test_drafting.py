@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm")
-
 from tests.drafters import requests_of, views_of
 from tests.integration.test_v2_host import Recorder
 from tests.trees import batch_of, chain

@@ -10,9 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("vllm")
-
 import torch
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256

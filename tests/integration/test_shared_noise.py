@@ -7,10 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
-
-pytest.importorskip("vllm")
-
 import torch
 
 from vllm_specrollout.trees.tape import SeedTape

@@ -6,10 +6,6 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
-pytest.importorskip("vllm")
-
 import torch
 from vllm.model_executor.layers.linear import LinearBase
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm")
 pytest.importorskip("triton")
 
 import torch

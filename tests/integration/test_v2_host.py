@@ -8,8 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm")
-
 from tests.trees import batch_of, chain
 from vllm_specrollout.config import RequestOptions
 from vllm_specrollout.observe.guard import Guard

@@ -7,9 +7,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
-pytest.importorskip("vllm")
-
 from vllm.v1.outputs import ModelRunnerOutput
 
 from tests.integration.test_v2_host import Recorder, late, request, step
