@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-
-pytest.importorskip("vllm")
-
 import torch
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
@@ -18,7 +17,7 @@ from vllm.v1.request import Request
 from vllm_specrollout.config import envs
 from vllm_specrollout.history.problems import Attribution, prompt_hash
 from vllm_specrollout.types import DraftMode
-from vllm_specrollout.worker.arriving import Arrivals, attribution_of, is_unseeded, signed
+from vllm_specrollout.worker.arriving import Arrivals, RequestSeeds, attribution_of, is_unseeded, signed
 from vllm_specrollout.worker.request import Admissions
 
 PROMPT = [5, 6, 7, 8]
@@ -43,20 +42,32 @@ def params(**options: Any) -> SamplingParams:
 
 def test_only_who_samples_without_a_seed_is_given_one_and_the_clients_parameters_stay_as_they_are() -> None:
     shared, seeded, greedy = params(temperature=0.7), params(seed=3), params(temperature=0.0)
-    requests = [request(f"{i}", one) for i, one in enumerate((shared, seeded, greedy, shared))]
-    door = arrivals()
-    for one in requests:
-        door.add(one)
+
+    def greeted(suffix: str) -> list[Request]:
+        door = arrivals()
+        requests = [request(f"{i}{suffix}", one) for i, one in enumerate((shared, seeded, greedy, shared))]
+        for one in requests:
+            door.add(one)
+        return requests
+
+    requests = greeted("")
     seeds = [one.sampling_params.seed for one in requests]
     assert seeds[1:3] == [3, None] and seeds[0] != seeds[3] and None not in (seeds[0], seeds[3])
     assert [is_unseeded(one.sampling_params) for one in requests] == [True, False, False, True]
     assert shared.seed is None and shared.extra_args is None and requests[0].sampling_params.temperature == 0.7
     # another rank, which greets the same requests in the same order, under other names
-    other = arrivals()
-    again = [request(f"{i}-x", one) for i, one in enumerate((shared, seeded, greedy, shared))]
-    for one in again:
-        other.add(one)
-    assert [one.sampling_params.seed for one in again] == seeds
+    assert [one.sampling_params.seed for one in greeted("-x")] == seeds
+
+
+def test_ranks_draw_the_same_seeds_engines_of_a_data_parallel_group_others_and_nobody_elses_state_is_touched() -> None:
+    random_state, numpy_state, torch_state = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
+    one, other = RequestSeeds(7), RequestSeeds(7)
+    drawn = [one.draw() for _ in range(100)]
+    assert drawn == [other.draw() for _ in range(100)] and len(set(drawn)) == 100
+    assert all(0 <= seed < 2**62 for seed in drawn)
+    assert drawn[0] not in (RequestSeeds(8).draw(), RequestSeeds(7, 1).draw(), RequestSeeds(-7).draw())
+    assert random.getstate() == random_state and (np.random.get_state()[1] == numpy_state).all()
+    assert torch.equal(torch.get_rng_state(), torch_state)
 
 
 @pytest.mark.parametrize("seed", [0, -1, 5, 2**63 - 1, 2**63, 2**63 + 4, 2**64 - 1])
@@ -100,10 +111,13 @@ def test_the_workers_read_the_problem_that_the_scheduler_found() -> None:
     assert (admission.problem_id, admission.continues) == (prompt_hash([*PROMPT, 11, 12]), False)
 
 
+def resumed() -> SamplingParams:
+    return params(seed=1, extra_args={"spec_rollout": {"resume": {"prompt_tokens": 4}}})
+
+
 def test_a_resumed_request_is_its_own_prompts_and_a_session_counts() -> None:
     door = arrivals()
-    resumed = params(seed=1, extra_args={"spec_rollout": {"resume": {"prompt_tokens": 4}}})
-    assert door.add(request("a", resumed, [*PROMPT, 1, 2])) == Attribution(prompt_hash(PROMPT), True)
+    assert door.add(request("a", resumed(), [*PROMPT, 1, 2])) == Attribution(prompt_hash(PROMPT), True)
     found = door.add(request("b", params(), [9, 9], session_id="s")).problem_id
     assert door.add(request("c", params(), [3, 3], session_id="s")) == Attribution(found, True)
     # its priority says nothing of the problem
@@ -111,10 +125,9 @@ def test_a_resumed_request_is_its_own_prompts_and_a_session_counts() -> None:
 
 
 def test_beside_a_connector_a_resumed_request_alone_reads_no_cached_keys_and_values() -> None:
-    resumed = params(seed=1, extra_args={"spec_rollout": {"resume": {"prompt_tokens": 4}}})
     for connector in (None, object()):
         door, found = arrivals(connector=connector), []
-        for given in (params(seed=1), resumed):
+        for given in (params(seed=1), resumed()):
             one = request("a", given, [*PROMPT, 1, 2])
             door.add(one)
             found.append(one.skip_reading_prefix_cache)
@@ -122,24 +135,18 @@ def test_beside_a_connector_a_resumed_request_alone_reads_no_cached_keys_and_val
 
 
 def test_a_salt_and_an_adapter_make_problems_of_their_own() -> None:
-    door = arrivals()
-    named = {"extra_args": {"spec_rollout": {"problem_id": "mine"}}}
-    adapter = LoRARequest("adapter", 1, "/none")
-    found = [
-        door.add(request(f"{i}", params(**given), **options)).problem_id
-        for i, (given, options) in enumerate(
-            [
-                ({}, {}),
-                ({}, {"cache_salt": "tenant"}),
-                ({}, {"lora_request": adapter}),
-                ({}, {"cache_salt": "tenant", "lora_request": adapter}),
-                (named, {}),
-                (named, {"cache_salt": "tenant"}),
-                (named, {"lora_request": adapter}),
-            ]
-        )
-    ]
-    assert found[0] == prompt_hash(PROMPT) and len(set(found[:4])) == 4 and found[4:] == ["mine"] * 3
+    door, adapter = arrivals(), LoRARequest("adapter", 1, "/none")
+    each = [{}, {"cache_salt": "tenant"}, {"lora_request": adapter}]
+
+    def problems(*options: dict[str, Any], **given: Any) -> list[str]:
+        names = (f"{i} {given}" for i in range(len(options)))
+        return [
+            door.add(request(name, params(**given), **one)).problem_id for name, one in zip(names, options, strict=True)
+        ]
+
+    found = problems(*each, {**each[1], **each[2]})
+    assert found[0] == prompt_hash(PROMPT) and len(set(found)) == 4
+    assert problems(*each, extra_args={"spec_rollout": {"problem_id": "mine"}}) == ["mine"] * 3
 
 
 def test_a_failure_in_finding_a_problem_costs_drafts_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ import json
 import pytest
 import typer
 from typer.testing import CliRunner
-from vllm_specrollout.bench.policy.random_model import make_random_model
 
 from bench.runner import engine_process
 from bench.runner.engine_process import EngineFailed, EngineProcess, EngineSpec
@@ -17,7 +16,6 @@ from bench.scenarios.sweep import bench_sweep
 from bench.soak.scenario import bench_soak
 from tests import warm
 
-pytest.importorskip("vllm")
 TREES = ("--accuracy", "0.7,0.3", "--shape", "both")
 
 
@@ -27,12 +25,6 @@ def _warm():
         # who runs beside an engine disturbs its times, which are not looked at here
         patch.setattr(engine_process, "QUIET_S", 0.0)
         yield
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    return make_random_model(folder, size="1M", hidden=64, num_layers=2, dtype="float32")
 
 
 @pytest.fixture

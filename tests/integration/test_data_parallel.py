@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_specrollout.bench.policy import CHECKPOINT
 
-pytest.importorskip("vllm")
-
-from tests.integration.serving import serve
-
-CHECKPOINT = Path(__file__).parents[2] / "packages" / "policy" / "checkpoint"
+from tests.integration.serving import ask, serve
 
 
 @pytest.mark.nightly
@@ -26,10 +22,7 @@ def test_two_ranks_draft_and_answer_as_without_drafts(tmp_path: Path) -> None:
         def complete(seed: int, is_on: bool) -> Any:
             body = {"model": "tiny", "prompt": "17 + 45 - 8", "seed": seed, "max_tokens": 90, "logprobs": 1}
             body["vllm_xargs"] = {"spec_rollout": json.dumps({"enabled": is_on})}
-            header = {"Content-Type": "application/json"}
-            request = urllib.request.Request(f"{address}/v1/completions", json.dumps(body).encode(), header)
-            with urllib.request.urlopen(request, timeout=120) as answer:
-                found = json.load(answer)
+            _, found = ask(address, "/v1/completions", body)
             (choice,) = found["choices"]
             drafts = (found.get("metrics") or {}).get("speculative_decoding") or {}
             told = choice["text"], choice["finish_reason"], choice["logprobs"]["tokens"]

@@ -7,9 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 import torch
 import zmq
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
@@ -41,19 +38,19 @@ class Asleep:
 
 
 class Worker(DrafterMixin, Asleep):
-    pass
+    """Ours over it."""
+
+
+@pytest.fixture(autouse=True)
+def _is_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "is_first_rank", lambda: True)
 
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Where weights were loaded from again."""
     paths: list[Path] = []
-
-    class Again(Swapper):
-        def again(self) -> None:
-            paths.append(self._place[0] if self._place else self._runner.model_drafter.of_vllm.path)
-
-    monkeypatch.setattr(calls, "Swapper", Again)
+    monkeypatch.setattr(Swapper, "again", lambda self: paths.append(self._runner.model_drafter.of_vllm.path))
     return paths
 
 
@@ -69,11 +66,10 @@ def test_weights_that_a_sleep_threw_away_are_loaded_once(loaded: list[Path], lev
 
 
 def test_a_drafter_whose_weights_are_gone_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Fails(Swapper):
-        def again(self) -> None:
-            raise ConfigError("`first` holds no safetensors", "give another")
+    def fails(self: Swapper) -> None:
+        raise ConfigError("`first` holds no safetensors", "give another")
 
-    monkeypatch.setattr(calls, "Swapper", Fails)
+    monkeypatch.setattr(Swapper, "again", fails)
     worker = Worker()
     worker.sleep(2)
     worker.wake_up(None)
@@ -88,8 +84,7 @@ def test_an_engine_without_a_model_that_drafts_says_so() -> None:
     assert "were dropped" in worker.spec_rollout_end_drafter("a", is_taken=True)["cause"]
 
 
-def test_an_engine_that_is_not_decoupled_says_so_and_how_to_make_it_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "is_first_rank", lambda: True)
+def test_an_engine_that_is_not_decoupled_says_so_and_how_to_make_it_one() -> None:
     worker = Worker()
     for call in (
         lambda: worker.attach_drafter("one", "ipc:///x"),
@@ -105,8 +100,9 @@ def test_an_engine_that_is_not_decoupled_says_so_and_how_to_make_it_one(monkeypa
 
 def test_ranks_that_do_not_draft_have_no_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "is_first_rank", lambda: False)
-    assert Worker().attach_drafter("one", "ipc:///x") == Worker().drafters_state() == {}
-    assert Worker().spec_rollout_warm("small") == Worker().spec_rollout_standing() == {}
+    worker = Worker()
+    assert worker.attach_drafter("one", "ipc:///x") == worker.drafters_state() == {}
+    assert worker.spec_rollout_warm("small") == worker.spec_rollout_standing() == {}
 
 
 class Warm:
@@ -132,7 +128,6 @@ def test_a_warm_drafter_is_begun_once_and_ends_with_its_engine(monkeypatch: pyte
         begun.append((model, devices, engine_args))
         return Warm(model)
 
-    monkeypatch.setattr(calls, "is_first_rank", lambda: True)
     monkeypatch.setattr(calls.decoupled, "attached", lambda runner: None)
     monkeypatch.setattr(calls.decoupled, "warm", warm)
     worker = Worker()
@@ -166,7 +161,6 @@ def test_a_worker_waits_without_its_core_where_a_drafter_needs_it(
 
 def test_an_engine_says_how_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     links = {"its own": SimpleNamespace(only=None), "lent": SimpleNamespace(only=frozenset({"b", "a"}))}
-    monkeypatch.setattr(calls, "is_first_rank", lambda: True)
     monkeypatch.setattr(calls.decoupled, "attached", lambda runner: SimpleNamespace(links=links))
     worker = Worker()
     worker.model_runner.standing = lambda: {"a": (5, 2)}

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm")
-
 from tests.drafters import requests_of, views_of
+from tests.integration.test_v2_host import Recorder
 from tests.trees import batch_of, chain
-from vllm_specrollout.observe.guard import Guard
-from vllm_specrollout.speculator import PlannedStep
-from vllm_specrollout.types import (
-    EMPTY_TREE,
-    DraftTree,
-    RequestBatch,
-    StepPlan,
-    StepTiming,
-    TreeBatch,
-    VerifyResult,
-)
+from vllm_specrollout.types import EMPTY_TREE, DraftTree, RequestBatch, StepTiming, TreeBatch
 from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting, drafted_tokens, scheduled_trees
 from vllm_specrollout.worker.v1.cpu_runner import SpecRolloutCPURunner
 from vllm_specrollout.worker.withheld import SelfCheckError
@@ -37,43 +25,17 @@ FORKED = DraftTree(
 TIMING = StepTiming(1, 2, 1, 0, 1, 5.0, True)
 
 
-class Ready:
-    """A speculator that hands out ready trees, and keeps what it is told."""
-
-    def __init__(self, trees: Sequence[DraftTree], is_strict: bool = True) -> None:
-        self.trees = trees
-        self.heard: list[tuple[PlannedStep | None, TreeBatch, VerifyResult]] = []
-        self.times: list[StepTiming | None] = []
-        self.guard = Guard(is_strict=is_strict)
-
-    def is_paused(self, step: int, num_requests: int) -> bool:
-        return False
-
-    def propose(self, batch: RequestBatch, step: int) -> PlannedStep:
-        return PlannedStep(StepPlan(batch_of(self.trees, batch.request_ids), "ready"), batch)
-
-    def observe(self, planned: PlannedStep | None, trees: TreeBatch, result: VerifyResult) -> None:
-        self.heard.append((planned, trees, result))
-
-    def timed(self, timing: StepTiming | None) -> None:
-        self.times.append(timing)
-
-    def compared(self, checked: int, differing: int) -> None:
-        self.compared_with = (checked, differing)
+def drafting_of(*trees: DraftTree, is_strict: bool = True) -> Drafting:
+    return Drafting(Recorder(*trees, is_strict=is_strict))  # type: ignore[arg-type]
 
 
-def drafting_of(trees: Sequence[DraftTree], is_strict: bool = True) -> Drafting:
-    return Drafting(Ready(trees, is_strict))  # type: ignore[arg-type]
-
-
-def scheduled(trees: Sequence[DraftTree], request_ids: list[str], tokens: dict[str, list[int]]) -> TreeBatch:
-    planned = drafting_of(trees).plan(lambda: requests_of(len(trees)), 1)
-    return scheduled_trees(planned, request_ids, tokens)
+def planned(*trees: DraftTree) -> TreeBatch:
+    return drafting_of(*trees).plan(lambda: requests_of(len(trees)), 1)
 
 
 def test_the_scheduled_step_is_the_planned_trees_in_batch_order():
     tokens = {"0": [5, 6, 7], "2": [8, 9]}
-    trees = scheduled([FORKED, EMPTY_TREE, chain([8, 9])], ["2", "0", "1"], tokens)
+    trees = scheduled_trees(planned(FORKED, EMPTY_TREE, chain([8, 9])), ["2", "0", "1"], tokens)
     assert trees.node_start.tolist() == [0, 2, 5, 5] and trees.request_ids == ["2", "0", "1"]
     assert trees.token_ids.tolist() == [8, 9, 5, 6, 7]
     assert trees.parents.tolist() == [-1, 0, -1, 0, 0]
@@ -81,52 +43,51 @@ def test_the_scheduled_step_is_the_planned_trees_in_batch_order():
 
 
 def test_a_tree_that_the_scheduler_cut_is_its_first_nodes():
-    trees = scheduled([FORKED], ["0"], {"0": [5, 6]})
+    trees = scheduled_trees(planned(FORKED), ["0"], {"0": [5, 6]})
     assert trees.parents.tolist() == [-1, 0] and trees.log_q.tolist() == [-0.5, -0.25]
 
 
-def test_tokens_without_a_tree_are_a_chain():
-    trees = scheduled([FORKED], ["0", "new"], {"0": [5, 1], "new": [3]})
-    assert trees.parents.tolist() == [-1, 0, -1]
-    assert trees.token_ids.tolist() == [5, 1, 3]
-
-
-@pytest.mark.parametrize("tokens", [{"0": [5, 6, 7, 9]}, {"new": [1]}])
-def test_more_tokens_than_were_planned_are_a_chain_too(tokens):
-    (name, own), *_ = tokens.items()
-    trees = scheduled([FORKED], [name, "other"], tokens)
-    assert trees.token_ids.tolist() == own and trees.depth.tolist() == list(range(1, len(own) + 1))
-
-
-def test_without_a_plan_scheduled_tokens_are_chains():
-    trees = scheduled_trees(NO_DRAFTS, ["a", "b"], {"b": [4, 5]})
-    assert trees.node_start.tolist() == [0, 0, 2] and trees.parents.tolist() == [-1, 0]
+@pytest.mark.parametrize(
+    ("trees", "tokens"),
+    [
+        ([FORKED], {"0": [5, 1], "new": [3]}),
+        ([FORKED], {"0": [5, 6, 7, 9]}),
+        ([FORKED], {"new": [1]}),
+        ([], {"b": [4, 5]}),
+    ],
+    ids=["other tokens", "more than planned", "a new request", "no plan"],
+)
+def test_tokens_that_were_not_planned_are_chains(trees, tokens):
+    found = scheduled_trees(planned(*trees) if trees else NO_DRAFTS, ["other", *tokens], tokens)
+    lengths = [*map(len, tokens.values())]
+    assert found.token_ids.tolist() == sum(tokens.values(), []) and found.sizes.tolist() == [0, *lengths]
+    assert found.parents.tolist() == [i - 1 for length in lengths for i in range(length)]
+    assert found.depth.tolist() == [i + 1 for length in lengths for i in range(length)]
 
 
 def test_the_scheduler_is_told_of_requests_with_drafts_alone():
-    planned = drafting_of([FORKED, EMPTY_TREE]).plan(lambda: requests_of(2), 1)
-    assert drafted_tokens(planned) == (["0"], [[5, 6, 7]])
+    assert drafted_tokens(planned(FORKED, EMPTY_TREE)) == (["0"], [[5, 6, 7]])
 
 
 def test_a_verdict_goes_back_with_the_plan_of_its_step():
-    drafting = drafting_of([FORKED])
+    drafting = drafting_of(FORKED)
     trees = drafting.plan(lambda: requests_of(1), 1)
-    planned = drafting.planned
-    drafting.observe(planned, trees, np.asarray([1], np.int32), np.asarray([0], np.int32))
+    own = drafting.planned
+    drafting.observe(own, trees, np.asarray([1], np.int32), np.asarray([0], np.int32))
     drafting.timed(TIMING)
-    ((heard, verified, result),) = drafting.speculator.heard
-    assert heard is planned and verified is trees and result.num_accepted.tolist() == [1]
+    ((heard, verified, result),) = drafting.speculator.observed
+    assert heard is own and verified is trees and result.num_accepted.tolist() == [1]
     assert drafting.speculator.times == [TIMING]
 
 
 def test_a_paused_step_has_no_plan_and_no_drafts():
-    drafting = drafting_of([FORKED])
+    drafting = drafting_of(FORKED)
     drafting.plan(lambda: requests_of(1), 1)
     assert drafting.plan(lambda: None, 2) is NO_DRAFTS and drafting.planned is None and drafting.ms == 0.0
 
 
 def test_a_mistake_while_drafting_costs_the_drafts_of_the_step():
-    drafting = drafting_of([FORKED], is_strict=False)
+    drafting = drafting_of(FORKED, is_strict=False)
 
     def blind() -> RequestBatch:
         raise RuntimeError("no request can be seen")
@@ -136,7 +97,7 @@ def test_a_mistake_while_drafting_costs_the_drafts_of_the_step():
 
 
 def test_a_step_that_cannot_be_learned_from_goes_on():
-    drafting = drafting_of([FORKED], is_strict=False)
+    drafting = drafting_of(FORKED, is_strict=False)
 
     def fails(*_: object) -> None:
         raise ZeroDivisionError
@@ -147,24 +108,25 @@ def test_a_step_that_cannot_be_learned_from_goes_on():
     assert drafting.speculator.guard.failures == {"learning": 2}
 
 
+def of_rank(rank: int, broadcast: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Drafting:
+    """One of two ranks, whose first one drafts."""
+    group = SimpleNamespace(rank_in_group=rank, broadcast_object=broadcast)
+    monkeypatch.setattr("vllm_specrollout.worker.drafting.get_tp_group", lambda: group)
+    return Drafting(Recorder(FORKED, is_strict=False), 2, **options)  # type: ignore[arg-type]
+
+
 def test_the_first_rank_tells_the_others_whatever_happens(monkeypatch):
     told: list[Any] = []
-
-    def group(rank: int) -> SimpleNamespace:
-        return SimpleNamespace(rank_in_group=rank, broadcast_object=lambda trees, src: told.append(trees) or told[0])
-
-    monkeypatch.setattr("vllm_specrollout.worker.drafting.get_tp_group", lambda: group(0))
-    first = Drafting(Ready([FORKED], is_strict=False), 2)  # type: ignore[arg-type]
+    first = of_rank(0, lambda trees, src: told.append(trees), monkeypatch)
     trees = first.plan(lambda: requests_of(1), 1)
-    monkeypatch.setattr("vllm_specrollout.worker.drafting.get_tp_group", lambda: group(1))
-    other = Drafting(Ready([]), 2)  # type: ignore[arg-type]
+    other = of_rank(1, lambda trees, src: told[0], monkeypatch)
 
     def unseen() -> RequestBatch:
         raise AssertionError("this rank does not draft")
 
     assert other.plan(unseen, 1) is trees and other.planned is None and other.is_paused(1, 1)
     other.observe(None, trees, np.zeros(1, np.int32), np.zeros(0, np.int32))
-    assert other.speculator.heard == []
+    assert other.speculator.observed == []
     told.clear()
     first.speculator.propose = None  # fails
     assert first.plan(lambda: requests_of(1), 2) is NO_DRAFTS and told == [NO_DRAFTS]
@@ -175,14 +137,12 @@ def test_what_the_first_rank_cannot_tell_leaves_none_of_the_others_waiting(monke
     """Pickling fails before anything is sent."""
     told: list[Any] = []
 
-    def broadcast_object(said: Any, src: int) -> None:
+    def broadcast(said: Any, src: int) -> None:
         if said is not NO_DRAFTS:
             raise MemoryError("it cannot be pickled")
         told.append(said)
 
-    group = SimpleNamespace(rank_in_group=0, broadcast_object=broadcast_object)
-    monkeypatch.setattr("vllm_specrollout.worker.drafting.get_tp_group", lambda: group)
-    first = Drafting(Ready([FORKED], is_strict=False), 2, is_apart=what == "name")  # type: ignore[arg-type]
+    first = of_rank(0, broadcast, monkeypatch, is_apart=what == "name")
     if what == "order":
         first.last_order = lambda: "follow me"
     assert first.plan(lambda: requests_of(1), 1) is NO_DRAFTS and told == [NO_DRAFTS]
@@ -195,7 +155,7 @@ def ready_to_withhold(drafting: Drafting) -> Drafting:
 
 
 def test_a_verdict_is_withheld_in_one_step_and_the_request_then_goes_without_drafts(monkeypatch) -> None:
-    drafting = ready_to_withhold(drafting_of([FORKED, FORKED]))
+    drafting = ready_to_withhold(drafting_of(FORKED, FORKED))
     drafting.plan(lambda: requests_of(2), 1)
     name = drafting.withholding
     assert name in ("0", "1")
@@ -203,10 +163,9 @@ def test_a_verdict_is_withheld_in_one_step_and_the_request_then_goes_without_dra
     trees = drafting.plan(lambda: requests_of(2), 2)
     assert [own for own, size in zip(trees.request_ids, trees.sizes, strict=True) if not size] == [name]
     drafting.withheld.compare(name, [9], 20, 0)
-    assert drafting.speculator.compared_with == (1, 0)
+    assert drafting.speculator.checks == [(1, 0)]
     assert drafting.plan(lambda: requests_of(2), 3).sizes.tolist() == [3, 3]
     drafting.withheld.hold(name, [9], 30, 0, has_branches=True)
-    drafting.speculator.forget = lambda request_id: None
     drafting.forget(name)
     assert not drafting.withheld.held
     assert drafting.plan(lambda: None, 4) is NO_DRAFTS and drafting.withholding == ""
@@ -214,7 +173,7 @@ def test_a_verdict_is_withheld_in_one_step_and_the_request_then_goes_without_dra
 
 @pytest.mark.parametrize("is_checking", [True, False])
 def test_an_engine_checks_itself_unless_it_is_told_not_to(is_checking: bool) -> None:
-    speculator: Any = Ready([FORKED])
+    speculator: Any = Recorder(FORKED)
     speculator.vocab_size = 8
     alone = SimpleNamespace(distributed_executor_backend=None, tensor_parallel_size=1)
     drafting = ready_to_withhold(Drafting.of(speculator, alone, is_checking=is_checking))
@@ -233,14 +192,8 @@ def test_an_engine_checks_itself_unless_it_is_told_not_to(is_checking: bool) -> 
 
 def test_all_ranks_withhold_the_same_verdict(monkeypatch) -> None:
     told: list[Any] = []
-
-    def of_rank(rank: int, call: Any) -> Drafting:
-        group = SimpleNamespace(rank_in_group=rank, broadcast_object=call)
-        monkeypatch.setattr("vllm_specrollout.worker.drafting.get_tp_group", lambda: group)
-        return Drafting(Ready([FORKED, FORKED]), 2)  # type: ignore[arg-type]
-
-    first = ready_to_withhold(of_rank(0, lambda what, src: told.append(what)))
-    other = of_rank(1, lambda what, src: told.pop(0))
+    first = ready_to_withhold(of_rank(0, lambda what, src: told.append(what), monkeypatch))
+    other = of_rank(1, lambda what, src: told.pop(0), monkeypatch)
     trees = first.plan(lambda: requests_of(2), 1)
     assert other.plan(lambda: None, 1) is trees and not told
     assert first.withholding == other.withholding != ""
@@ -265,7 +218,7 @@ def test_all_ranks_withhold_the_same_verdict(monkeypatch) -> None:
     ],
 )
 def test_a_verdict_that_cannot_be_ends_drafts_and_says_what_was_seen(tokens, counts, culprit, caplog) -> None:
-    drafting = drafting_of([FORKED, EMPTY_TREE], is_strict=False)
+    drafting = drafting_of(FORKED, EMPTY_TREE, is_strict=False)
     drafting.vocab_size = 50
     trees = batch_of([FORKED, EMPTY_TREE])
     for _ in range(2):

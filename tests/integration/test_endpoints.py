@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_specrollout.bench.policy import CHECKPOINT
 
-pytest.importorskip("vllm")
-
-from tests.integration.serving import serve
+from tests.integration.serving import JSON, ask, serve
 
 pytestmark = pytest.mark.nightly
 
-CHECKPOINT = Path(__file__).parents[2] / "packages" / "policy" / "checkpoint"
 PROMPT = "17 + 45 - 8"
-JSON = {"Content-Type": "application/json"}
 KEY = {"Authorization": "Bearer secret", **JSON}
 ROUTES = {"/spec_rollout/rewards": {"rewards": []}, "/spec_rollout/epoch": {}, "/spec_rollout/history": None}
 
@@ -36,17 +29,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             yield address
 
 
-def ask(server: str, path: str, body: Any = None, headers: dict[str, str] = KEY) -> tuple[int, Any]:
-    data = None if body is None else json.dumps(body).encode()
-    try:
-        with urllib.request.urlopen(urllib.request.Request(server + path, data, headers), timeout=120) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
+def asked(server: str, path: str, body: Any = None) -> tuple[int, Any]:
+    return ask(server, path, body, KEY)
 
 
 def generate(server: str, path: str, **options: Any) -> Any:
-    status, answer = ask(server, path, {"model": "tiny", "max_tokens": 8, "seed": 1, "temperature": 1.0, **options})
+    status, answer = asked(server, path, {"model": "tiny", "max_tokens": 8, "seed": 1, "temperature": 1.0, **options})
     assert status == 200, answer
     return answer
 
@@ -61,7 +49,7 @@ def chat(server: str, **options: Any) -> Any:
 
 def report(server: str, *rewards: tuple[str, int | None]) -> Any:
     entries = [{"request_id": name, "index": index, "reward": 0.5} for name, index in rewards]
-    status, counts = ask(server, "/spec_rollout/rewards", {"rewards": entries})
+    status, counts = asked(server, "/spec_rollout/rewards", {"rewards": entries})
     assert status == 200, counts
     return counts
 
@@ -97,7 +85,7 @@ def test_a_conversation_of_a_batch_and_a_response_are_known(server: str) -> None
     conversation = [{"role": "user", "content": PROMPT}]
     batch = generate(server, "/v1/chat/completions/batch", messages=[conversation, conversation])
     assert report(server, (batch["id"], 0), (batch["id"], 1))["matched"] == 2
-    status, response = ask(server, "/v1/responses", {"model": "tiny", "input": PROMPT, "max_output_tokens": 8})
+    status, response = asked(server, "/v1/responses", {"model": "tiny", "input": PROMPT, "max_output_tokens": 8})
     assert status == 200
     assert report(server, (response["id"], None))["matched"] == 1
 
@@ -110,52 +98,20 @@ def test_a_request_that_the_client_names_is_known_by_the_name_in_its_answer(serv
 
 
 def test_epochs_go_on_and_the_history_tells_of_them(server: str) -> None:
-    _, before = ask(server, "/spec_rollout/history")
+    _, before = asked(server, "/spec_rollout/history")
     present = before["total"]["store"]["epoch"]
     assert before["total"]["lookups"] > 0 and len(before["engines"]) == 1
-    assert ask(server, "/spec_rollout/epoch", {}) == (200, {"epoch": present + 1})
-    status, answer = ask(server, "/spec_rollout/epoch", {"epoch": present})
+    assert asked(server, "/spec_rollout/epoch", {}) == (200, {"epoch": present + 1})
+    status, answer = asked(server, "/spec_rollout/epoch", {"epoch": present})
     assert status == 409 and f"below the present epoch {present + 1}" in answer["error"]["message"]
     # to name the present one begins nothing, and one far ahead is no epoch
-    assert ask(server, "/spec_rollout/epoch", {"epoch": present + 1}) == (200, {"epoch": present + 1})
-    assert ask(server, "/spec_rollout/epoch", {"epoch": 2**31 - 1})[0] == 409
-    assert ask(server, "/spec_rollout/history")[1]["total"]["store"]["epoch"] == present + 1
+    assert asked(server, "/spec_rollout/epoch", {"epoch": present + 1}) == (200, {"epoch": present + 1})
+    assert asked(server, "/spec_rollout/epoch", {"epoch": 2**31 - 1})[0] == 409
+    assert asked(server, "/spec_rollout/history")[1]["total"]["store"]["epoch"] == present + 1
 
 
 @pytest.mark.parametrize("headers", [JSON, {**JSON, "Authorization": "Bearer wrong"}], ids=["none", "wrong"])
 @pytest.mark.parametrize("path, body", ROUTES.items())
 def test_without_the_key_our_routes_answer_as_vllms_own_do(server: str, path: str, body: Any, headers: Any) -> None:
-    assert ask(server, path, body, headers) == ask(server, "/v1/models", headers=headers)
-    assert ask(server, path, body)[0] == 200
-
-
-def test_a_body_beyond_the_limit_is_refused_announced_or_in_chunks(server: str) -> None:
-    host = server.removeprefix("http://")
-    announced = http.client.HTTPConnection(host, timeout=60)
-    announced.putrequest("POST", "/spec_rollout/rewards")
-    for name, value in {**KEY, "Content-Length": str((1 << 20) + 1)}.items():
-        announced.putheader(name, value)
-    announced.endheaders()
-    chunked = http.client.HTTPConnection(host, timeout=60)
-    chunked.putrequest("POST", "/spec_rollout/rewards")
-    for name, value in {**KEY, "Transfer-Encoding": "chunked"}.items():
-        chunked.putheader(name, value)
-    chunked.endheaders()
-    # no last chunk: the server has to answer before the end
-    chunked.send(b"100000\r\n" + b" " * (1 << 20) + b"\r\n1\r\n \r\n")
-    for connection in (announced, chunked):
-        answer = connection.getresponse()
-        assert answer.status == 413 and "the limit is 1048576" in answer.read().decode()
-        connection.close()
-
-
-def test_a_mistake_is_one_clear_error_and_the_server_goes_on(server: str) -> None:
-    status, answer = ask(server, "/spec_rollout/rewards", {"rewards": [{"request_id": "a", "rewards": 1}]})
-    assert status == 422 and answer["error"]["message"].startswith("unknown key `rewards[0].rewards`\n\nhint: ")
-    assert completion(server)["choices"]
-
-
-def test_the_servers_description_has_our_routes(server: str) -> None:
-    paths = ask(server, "/openapi.json")[1]["paths"]
-    assert set(ROUTES) <= set(paths)
-    assert {"200", "401", "409", "413", "422"} <= set(paths["/spec_rollout/rewards"]["post"]["responses"])
+    assert ask(server, path, body, headers) == ask(server, "/v1/models", None, headers)
+    assert asked(server, path, body)[0] == 200

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm")
-
 from bench.runner.oracle import OracleDrafter
 from bench.runner.tuning import Tuning
 from tests.drafters import ask, requests_of
@@ -27,10 +25,21 @@ from vllm_specrollout.worker import calls
 from vllm_specrollout.worker.calls import TrainerMixin
 
 
-def worker_of(speculator: Speculator) -> Any:
-    worker = TrainerMixin.__new__(TrainerMixin)
-    worker.model_runner = SimpleNamespace(spec_rollout=speculator, metrics=SimpleNamespace(trainer={}))
-    return worker
+class Stock:
+    """vLLM's worker, at its end."""
+
+    has_stopped = False
+
+    def shutdown(self) -> None:
+        self.has_stopped = True
+
+
+class Worker(TrainerMixin, Stock):  # type: ignore[misc]
+    """Ours over it."""
+
+    def __init__(self, speculator: Speculator, *unfinished: Answer, remote: Any = None) -> None:
+        own = {"spec_rollout": speculator, "metrics": SimpleNamespace(trainer={})}
+        self.model_runner = SimpleNamespace(**own, unfinished=lambda: unfinished, remote=remote)
 
 
 def ending(name: str) -> Answer:
@@ -46,7 +55,7 @@ def speculator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Speculator:
 
 
 def test_a_history_that_fails_now_and_then_goes_on_keeping_what_it_is_told(speculator, monkeypatch) -> None:
-    worker = worker_of(speculator)
+    worker = Worker(speculator)
     speculator.finish(ending("a"))
     monkeypatch.setattr(speculator.drafters[0], "propose", lambda *_: 1 / 0)
     speculator.propose(requests_of(1), 0)
@@ -64,7 +73,7 @@ def test_a_history_that_fails_now_and_then_goes_on_keeping_what_it_is_told(specu
 
 
 def test_a_history_that_is_given_up_is_closed_and_says_so(speculator, tmp_path: Path) -> None:
-    worker, drafter = worker_of(speculator), speculator.drafters[0]
+    worker, drafter = Worker(speculator), speculator.drafters[0]
     speculator.finish(ending("a"))
     path = drafter.store._folder.own.path
     speculator.drop(drafter, OSError("stale file handle"))
@@ -82,22 +91,6 @@ def test_a_history_that_is_given_up_is_closed_and_says_so(speculator, tmp_path: 
     heir.close()
 
 
-class _Stops:
-    """The worker of vLLM's, at its end."""
-
-    has_stopped = False
-
-    def shutdown(self) -> None:
-        self.has_stopped = True
-
-
-class _Worker(TrainerMixin, _Stops):  # type: ignore[misc]
-    """Ours over it."""
-
-    def __init__(self, speculator: Speculator, unfinished: list[Answer], remote: Any = None) -> None:
-        self.model_runner = SimpleNamespace(spec_rollout=speculator, unfinished=lambda: unfinished, remote=remote)
-
-
 def test_what_ended_while_a_history_was_on_probation_is_on_disk_when_the_engine_ends(
     speculator, tmp_path: Path, monkeypatch
 ) -> None:
@@ -105,7 +98,7 @@ def test_what_ended_while_a_history_was_on_probation_is_on_disk_when_the_engine_
     monkeypatch.setattr(drafter, "propose", lambda *_: 1 / 0)
     speculator.propose(requests_of(1), 0)
     speculator.finish(ending("a"))
-    worker = _Worker(speculator, [ending("b")])
+    worker = Worker(speculator, ending("b"))
     worker.shutdown()
     assert worker.has_stopped
     heir = HistoryDrafter(HistoryConfig(dir=str(tmp_path)))
@@ -119,7 +112,7 @@ def test_an_engine_ends_whatever_fails_at_its_end(speculator, monkeypatch) -> No
     speculator.propose(requests_of(1), 0)
     monkeypatch.setattr(history, "finish", lambda ending: 1 / 0)
     monkeypatch.setattr(history, "close", lambda: 1 / 0)
-    worker = _Worker(speculator, [ending("b")], SimpleNamespace(close=lambda: 1 / 0))
+    worker = Worker(speculator, ending("b"), remote=SimpleNamespace(close=lambda: 1 / 0))
     worker.shutdown()
     assert worker.has_stopped
     assert speculator.guard.failures == {"drafter history": 2, "closing": 2}
@@ -128,7 +121,7 @@ def test_an_engine_ends_whatever_fails_at_its_end(speculator, monkeypatch) -> No
 
 
 def test_a_history_that_takes_the_place_of_one_that_was_given_up_is_asked(speculator, tmp_path: Path) -> None:
-    worker = worker_of(speculator)
+    worker = Worker(speculator)
     speculator.drop(speculator.drafters[0], OSError("stale file handle"))
     assert "cause" in worker.spec_rollout_history()
     heir = HistoryDrafter(HistoryConfig())
@@ -161,4 +154,4 @@ def test_another_recording_leaves_the_drafters_what_they_were(tmp_path: Path) ->
 
 def test_ranks_that_do_not_draft_say_nothing_of_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "is_first_rank", lambda: False)
-    assert worker_of(Speculator([], FixedBudget(8, 8))).spec_rollout_health() == {}
+    assert Worker(Speculator([], FixedBudget(8, 8))).spec_rollout_health() == {}

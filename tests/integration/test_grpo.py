@@ -6,7 +6,6 @@ import pytest
 import typer
 from typer.testing import CliRunner
 from vllm_specrollout.bench.policy.grpo import AnswerGroup, GrpoConfig, GrpoTrainer
-from vllm_specrollout.bench.policy.random_model import make_random_model
 
 from bench.grpo.fleet import Roller
 from bench.grpo.trace import read_rollouts
@@ -15,7 +14,6 @@ from bench.scenarios.grpo import Grpo, bench_grpo
 from tests import warm
 from vllm_specrollout.config import DRAFTERS
 
-pytest.importorskip("vllm")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 OURS = {"drafters": ["history" if "history" in DRAFTERS else "ngram"]}
 PROMPTS = [[3, 87, 261, 308, 18, 4], [3, 90, 120, 7, 4]]
@@ -26,12 +24,6 @@ GROUP = AnswerGroup(prompt_ids=tuple(PROMPTS[0]), answers=((5, 6, 7), (8, 9, 4))
 def _warm():
     with warm.engine_processes():
         yield
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    return make_random_model(folder, size="1M", hidden=64, num_layers=2, dtype="float32")
 
 
 @pytest.fixture(scope="module")

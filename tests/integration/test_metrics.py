@@ -5,9 +5,8 @@ import json
 import pytest
 
 from tests import warm
-from tests.integration.serving import environment
+from tests.integration.serving import environment, result_of
 
-pytest.importorskip("vllm")
 PROGRAM = """
 import json, sys
 import vllm_specrollout
@@ -29,19 +28,9 @@ print("RESULT" + json.dumps({"tokens": tokens, "stats": stats, "samples": sample
 """
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    from vllm_specrollout.bench.policy.random_model import make_random_model
-
-    return str(make_random_model(tmp_path_factory.mktemp("counted"), size="1M", dtype="float32"))
-
-
 def run(model, spec, in_one_process):
     processes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_one_process else "1"}
-    done = warm.run(["-c", PROGRAM, model, json.dumps(spec)], {**environment(), **processes})
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
-    assert lines, done.stderr[-3000:]
-    return json.loads(lines[0].removeprefix("RESULT"))
+    return result_of(warm.run(["-c", PROGRAM, str(model), json.dumps(spec)], {**environment(), **processes}))
 
 
 def total(result, name, **labels):

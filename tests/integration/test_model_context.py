@@ -7,21 +7,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("vllm")
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.trees import batch_of, chain
 from vllm_specrollout.drafters.base import UNBOUNDED
-from vllm_specrollout.trees.batch import chains
+from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.types import DraftLimits, DraftMode, RequestBatch, RequestView, TreeBatch, VerifyResult
 from vllm_specrollout.worker.models.drafter import MOST_UNMET, MOST_UNSOUND, ModelDrafter
 from vllm_specrollout.worker.models.proposing import (
     HeldRows,
     Proposer,
     Seat,
+    check_layers,
     have_prompts,
     most_tokens,
     rows_that_hold,
@@ -100,14 +99,11 @@ class Engine:
             begin = self.computed.get(name, 0)
             positions += range(begin, begin + count)
             self.computed[name] = begin + count
-        names = list(rows)
 
-        def seat_of(i: int) -> Seat:
-            name, after = names[i], self.computed[names[i]]
-            view = SimpleNamespace(request_id=name)
-            entry = SimpleNamespace(
-                view=view, admission=SimpleNamespace(shape=DraftMode.TREE), is_greedy=True, temperature=0.0
-            )
+        def seat_of(i: int, name: str) -> Seat:
+            view, admission = SimpleNamespace(request_id=name), SimpleNamespace(shape=DraftMode.TREE)
+            entry = SimpleNamespace(view=view, admission=admission, is_greedy=True, temperature=0.0)
+            after = self.computed[name]
             return Seat(entry, i, 0, 10 * min(after, self.model.most_tokens), after)
 
         def columns_of(index: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -116,7 +112,7 @@ class Engine:
 
         starts = np.concatenate([[0], np.cumsum(list(rows.values()))]).astype(np.int32)
         index, counts = rows_that_hold(starts, None, None)
-        seats = [seat_of(i) for i in range(len(names))]
+        seats = [seat_of(i, name) for i, name in enumerate(rows)]
         self.model.feed_step(seats, counts, have_prompts(starts, None).tolist(), index, columns_of)
 
     def propose(self) -> TreeBatch:
@@ -149,9 +145,8 @@ def test_the_model_sees_all_of_its_context_and_nothing_behind_it(data: st.DataOb
     for name, length in engine.computed.items():
         if length >= most > 0:
             # blocks that shorter requests share are whole
-            assert (
-                sorted(notes.seen.get(name, {})) == list(range(most)) and name not in engine.model.waiting.request_ids()
-            )
+            assert sorted(notes.seen.get(name, {})) == list(range(most))
+            assert name not in engine.model.waiting.request_ids()
 
 
 def test_a_pass_that_fails_costs_its_own_requests_their_drafts_and_nobody_elses() -> None:
@@ -194,10 +189,7 @@ def test_a_model_whose_logits_are_no_numbers_is_named_after_some_rows(worst: flo
 
 def verdict(num_nodes: int, num_accepted: int, source: int) -> tuple[TreeBatch, VerifyResult]:
     """One chain of that drafter's, and how much of it was accepted."""
-    trees = chains(["r"], [[1] * num_nodes])
-    trees = TreeBatch(
-        ["r"], trees.node_start, trees.token_ids, trees.parents, trees.log_q, trees.source * 0 + source, trees.depth
-    )
+    trees = batch_of([chain([1] * num_nodes, source)], ["r"])
     return trees, VerifyResult(np.asarray([num_accepted], np.int32), np.arange(num_accepted, dtype=np.int32))
 
 
@@ -234,3 +226,14 @@ def test_a_head_has_the_targets_modules_without_adapters() -> None:
     without_adapters(head, target)
     assert head.inner.embed is embedding and head.lm_head is output
     assert isinstance(head.norm, Wrapped) and isinstance(target.embed, Wrapped) and target.lm_head.base_layer is output
+
+
+def test_a_model_with_a_sliding_window_does_not_draft_and_its_targets_windows_do_no_harm() -> None:
+    layers = {
+        name: SimpleNamespace(sliding_window=own) for name, own in (("target", 128), ("head", None), ("two", 128))
+    }
+    runner = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    with pytest.raises(UnsupportedError, match="sliding window"):
+        check_layers(runner, ["head", "two"])
+    check_layers(runner, ["head"])
+    check_layers(runner, [])

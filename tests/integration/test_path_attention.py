@@ -13,9 +13,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-
-pytest.importorskip("vllm")
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -70,6 +67,7 @@ class _Cache:
         self.impl.do_kv_cache_update(LAYER, key, value, self.blocks, torch.tensor(slots, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("are_alike", [True, False], ids=["this host's rows", "rows that round by their number"])
 @settings(max_examples=40, deadline=None)
 @given(
     parents=tree_parents(14).filter(bool),
@@ -78,23 +76,13 @@ class _Cache:
     window=st.sampled_from([None, 7, 40]),
 )
 def test_a_tree_attends_as_plain_decoding_would_bit_for_bit(
-    parents: list[int], context: int, dtype: torch.dtype, window: int | None
+    are_alike: bool, parents: list[int], context: int, dtype: torch.dtype, window: int | None
 ) -> None:
-    _check_tree(parents, context, dtype, window, is_apart=not _rows_are_alike(dtype))
-
-
-@settings(max_examples=20, deadline=None)
-@given(
-    parents=tree_parents(14).filter(bool),
-    context=st.integers(1, 75),
-    window=st.sampled_from([None, 7, 40]),
-)
-def test_rows_that_attend_one_by_one_have_plain_decodings_bits_where_rows_are_not_alike(
-    parents: list[int], context: int, window: int | None
-) -> None:
+    """Where rows are not alike, they attend one by one."""
     with pytest.MonkeyPatch.context() as patch:
-        unlike_rows.spoil(ops, patch.setattr)
-        _check_tree(parents, context, torch.bfloat16, window, is_apart=True)
+        if not are_alike:
+            unlike_rows.spoil(ops, patch.setattr)
+        _check_tree(parents, context, dtype, window, is_apart=not (are_alike and _rows_are_alike(dtype)))
 
 
 @functools.cache

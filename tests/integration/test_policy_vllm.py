@@ -5,9 +5,6 @@ In fp32, where other sums' order moves logits by about 1e-6: what differs must b
 """
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from transformers import AutoTokenizer
 from vllm_specrollout.bench.policy.inflate import inflate
 from vllm_specrollout.bench.policy.random_model import Shape, make_random_model

@@ -2,48 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 import torch
 
 from tests.e2e.test_prefill import POLICY, farthest
 from tests.integration import async_prefill
+from tests.integration.serving import run_beside
 from vllm_specrollout.training.rows import Rows
-
-ROOT = Path(__file__).parents[2]
-
-
-def _run(folder: Path) -> dict[str, Any]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_ATTN_SPLIT_KV": "0",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.integration.async_prefill", folder, POLICY / "checkpoint", POLICY / "head"],
-        capture_output=True, text=True, env=environment, cwd=ROOT, timeout=600,
-    )  # fmt: skip
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
-    assert lines, done.stdout[-2000:] + done.stderr[-3000:]
-    return json.loads(lines[-1].removeprefix("RESULT"))
 
 
 @pytest.mark.nightly
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
 def test_two_ranks_send_each_row_once_and_requests_go_on(tmp_path: Path) -> None:
-    told = _run(tmp_path)
+    given = (tmp_path, POLICY / "checkpoint", POLICY / "head")
+    told = run_beside("async_prefill", *given, VLLM_CPU_OMP_THREADS_BIND="0|1")
     found = [Rows(token_ids, 1, 0, hidden) for token_ids, hidden in torch.load(tmp_path / "rows.pt", weights_only=True)]
     assert {tuple(rows.token_ids.tolist()) for rows in found} == set(map(tuple, told["first"]))
     # what the turn amid requests had computed of them is not asked for again

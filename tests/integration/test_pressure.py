@@ -6,8 +6,6 @@ from functools import cache
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from tests.e2e.identity.engines import model
 from tests.e2e.pressure import requests as cases
 from tests.e2e.schedulers import SCHEDULERS, Bench, run

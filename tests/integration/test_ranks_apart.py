@@ -10,9 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("vllm")
-
 import torch
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256
@@ -24,8 +21,8 @@ from vllm.v1.request import Request, RequestStatus
 from tests.drafters import views_of
 from tests.e2e.identity.engines import model
 from tests.e2e.schedulers import BLOCK, Bench
-from tests.faults.devices import States
 from tests.faults.hosts import WITHOUT_A_DEVICE
+from tests.integration.test_v2_device_drafts import WIDTH, batch_of, carry, drafts_of
 from tests.integration.test_v2_verify import verifier_that_finds
 from vllm_specrollout.budgets.fixed import FixedBudget
 from vllm_specrollout.budgets.goodput import GoodputBudget
@@ -41,7 +38,6 @@ from vllm_specrollout.worker.drafting import Drafting, drafted_tokens, scheduled
 from vllm_specrollout.worker.models.drafter import Ranks
 from vllm_specrollout.worker.request import Admission
 from vllm_specrollout.worker.scheduler import DraftReport, SpecRolloutOutput
-from vllm_specrollout.worker.v2.device_drafts import LINE, Bystander, DeviceDrafts
 from vllm_specrollout.worker.v2.host import Host, HostRequest, InFlight, StepState
 from vllm_specrollout.worker.v2.lane import Lane
 from vllm_specrollout.worker.v2.runner import SpecRolloutV2
@@ -75,14 +71,16 @@ class Wire:
         return not self._sent
 
 
-def drafting_of(rank: int, wire: Wire, monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> Drafting:
+def drafting_of(
+    rank: int, wire: Wire, monkeypatch: pytest.MonkeyPatch, seed: int = 0, backend: str = "external_launcher"
+) -> Drafting:
     """Of a rank with a clock of its own, which runs as it likes."""
     chance = random.Random(f"{seed} {rank}")
     drafters = [NgramDrafter(NgramConfig(min_match=1))] if rank == 0 else []
     clock = iter(lambda: chance.random() * 1e3, None).__next__
     speculator = Speculator(drafters, GoodputBudget(8, 8), guard=Guard(is_strict=True), clock=clock)
     monkeypatch.setattr("vllm_specrollout.worker.drafting.get_tp_group", lambda: wire.group(rank))
-    config = SimpleNamespace(tensor_parallel_size=2, distributed_executor_backend="external_launcher")
+    config = SimpleNamespace(tensor_parallel_size=2, distributed_executor_backend=backend)
     return Drafting.of(speculator, config)
 
 
@@ -170,8 +168,7 @@ def test_ranks_that_disagree_on_time_and_names_schedule_and_verify_the_same(
     chance, wire = random.Random(seed), Wire()
     ranks = [Rank(number, bench, wire, monkeypatch, seed) for number in (0, 1)]
     wire._sent.clear()
-    count = num_drafted = 0
-    steps = 0
+    count = num_drafted = steps = 0
     while count < 40 or any(rank.scheduler.has_unfinished_requests() for rank in ranks):
         while count < 40 and chance.random() < 0.3:
             prompt = [chance.randrange(5, 9) for _ in range(chance.randrange(4, 40))]
@@ -223,10 +220,7 @@ def test_on_v2_no_ranks_clock_decides_how_much_room_is_left(monkeypatch: pytest.
     backend = "external_launcher" if is_apart else "mp"
     reports = []
     for rank in (0, 1):
-        drafting = drafting_of(rank, Wire(), monkeypatch)
-        drafting = Drafting.of(
-            drafting.speculator, SimpleNamespace(tensor_parallel_size=2, distributed_executor_backend=backend)
-        )
+        drafting = drafting_of(rank, Wire(), monkeypatch, backend=backend)
         if rank == 0:
             for step in range(8):
                 drafting.speculator.backoff.asked(step, 2, False)  # drafts have not paid here
@@ -270,51 +264,35 @@ def test_on_v2_a_verdict_that_the_first_rank_withholds_is_withheld_on_all_of_the
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They know of it by what the first one broadcasts: its drafts, which alone say whose it is."""
-    wire, counts, width = Wire(), [], 4
+    wire, counts = Wire(), []
     for rank in (0, 1):
-        for name in ("get_tp_group", "Lookup", "choose"):
-            stands_in = WITHOUT_A_DEVICE[f"device_drafts.{name}"]
-            monkeypatch.setattr(f"vllm_specrollout.worker.v2.device_drafts.{name}", stands_in)
-        monkeypatch.setattr("vllm_specrollout.worker.v2.device_drafts.get_tp_group", lambda rank=rank: wire.group(rank))
-        runner, names = _drafting_runner(width), [f"0-{rank}", f"1-{rank}"]
-        for name in names:
-            runner.req_states.add(name)
-            runner.req_states.tell(name, [1, 2, 3])
-        batch = _step_of(names, width)
+        names = [f"a-{rank}", f"b-{rank}"]
+        runner = _drafting_runner(monkeypatch, names, wire.group(rank))
+        batch = batch_of(*names, starts=[0, 5, 10])
+        batch.seq_lens, batch.num_tokens, batch.logits_indices = None, 10, torch.arange(10)
         if rank == 0:
-            lines = np.full((2, 1 + LINE), -1, dtype=np.int32)
-            lines[:, :5] = 3, 4, 5, 6, 7
-            runner.drafts.carry(np.int32([0, 1]), lines)
+            for row in (0, 1):
+                carry(runner.drafts, row, 3, [4, 5, 6, 7])
             runner.drafts.withhold = lambda own: own[1]
         else:
             runner.drafts.withhold = lambda own: pytest.fail("the first rank chooses")
         assert runner.drafts.propose(batch).tolist() == [[4, 5, 6, 7]] * 2
         runner.verifier = verifier_that_finds(monkeypatch, [[4, 5, 6, 7, 9]] * 2)
-        output, num_sampled, _ = SpecRolloutV2.sample(runner, torch.zeros(2 * (1 + width), 1), batch, None)
+        output, num_sampled, _ = SpecRolloutV2.sample(runner, torch.zeros(10, 1), batch, None)
         counts.append(num_sampled.tolist())
         assert output.sampled_token_ids.tolist() == [[4, 5, 6, 7, 9]] * 2
     assert counts == [[5, 1]] * 2 and wire.is_quiet
 
 
-def _drafting_runner(width: int) -> Any:
+def _drafting_runner(patch: pytest.MonkeyPatch, names: list[str], group: Any) -> Any:
     """A rank in a step with drafts."""
     runner: Any = object.__new__(SpecRolloutV2)
-    runner.req_states = States(2, width)
-    told = Told(-1, (), np.zeros(0, np.int32), width, True)
-    guard = Guard(is_strict=True)
-    runner.drafts = DeviceDrafts(Bystander(width), 0, runner.req_states, lambda name: told, None, width, guard)
-    runner.drafts.looks_up, runner.drafts.changed = False, lambda: runner.req_states.req_id_to_index
+    patch.setitem(WITHOUT_A_DEVICE, "device_drafts.get_tp_group", lambda: group)
+    runner.drafts = drafts_of(patch, dict.fromkeys(names, Told(-1, (), np.zeros(0, np.int32), WIDTH, True)))
+    runner.req_states = runner.drafts._states
     runner.step, runner.inputs = StepState(has_drafts=True), SimpleNamespace(has_branches=False)
     runner.model = SimpleNamespace(compute_logits=lambda hidden: hidden)
     return runner
-
-
-def _step_of(names: list[str], width: int) -> Any:
-    rows, logits = np.arange(len(names)), torch.arange(len(names) + 1, dtype=torch.int32) * (1 + width)
-    return SimpleNamespace(
-        req_ids=names, num_reqs=len(names), idx_mapping=torch.from_numpy(rows), idx_mapping_np=rows, seq_lens=None,
-        cu_num_logits=logits, logits_indices=torch.arange(int(logits[-1])), num_tokens=int(logits[-1]),
-    )  # fmt: skip
 
 
 class Doubtful(FixedBudget):

@@ -197,14 +197,6 @@ def test_trees_that_were_left_out_are_said_to_be(tab: browser.Tab, tmp_path: Pat
     assert not tab.errors
 
 
-def test_a_page_of_200_requests_opens(tab: browser.Tab, tmp_path: Path) -> None:
-    path = tmp_path / "200.html"
-    path.write_text(page_of(made_up(200, 32, 60.0), "200.jsonl.zst"))
-    opened(tab, path)
-    assert "200\nrequests" in text_of(tab, "#cards")
-    pictured(tab, "200")
-
-
 @pytest.mark.nightly
 def test_20_000_requests_are_below_30_mb_and_open_within_two_seconds(tab: browser.Tab, tmp_path: Path) -> None:
     path = tmp_path / "20000.html"

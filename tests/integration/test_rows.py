@@ -1,9 +1,6 @@
 """What an engine learns of its host: whether a row has the same bits alone and among others."""
 
 import pytest
-
-pytest.importorskip("vllm")
-
 import torch
 from vllm import _custom_ops as ops
 

@@ -12,9 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("vllm")
-
 import torch
 import vllm.v1.worker.gpu.sample
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
@@ -34,22 +31,13 @@ OUTPUTS = [[1], [2, 2], [3]]
 START, END, VOCABULARY = 5, 6, 12
 
 BY_ROW, AS_IT_IS, ELSEWHERE = "each row has its request's", "the batch's own", "looked at elsewhere"
+COLUMNS = ("temperature", "top_p", "top_k", "frequency_penalties", "presence_penalties", "repetition_penalties")
 FIELDS = {
-    "temperature": BY_ROW,
-    "all_greedy": AS_IT_IS,
-    "all_random": AS_IT_IS,
-    "top_p": BY_ROW,
-    "top_k": BY_ROW,
+    **dict.fromkeys((*COLUMNS, "prompt_token_ids", "allowed_token_ids_mask", "bad_words_token_ids"), BY_ROW),
+    **dict.fromkeys(("all_greedy", "all_random", "no_penalties"), AS_IT_IS),
     "generators": ELSEWHERE,  # noise comes from tapes
     "max_num_logprobs": ELSEWHERE,  # gathered from accepted rows alone
-    "no_penalties": AS_IT_IS,
-    "prompt_token_ids": BY_ROW,
-    "frequency_penalties": BY_ROW,
-    "presence_penalties": BY_ROW,
-    "repetition_penalties": BY_ROW,
     "output_token_ids": "the request's and the node's ancestors",
-    "allowed_token_ids_mask": BY_ROW,
-    "bad_words_token_ids": BY_ROW,
     "logitsprocs": "vLLM's own are spread, others refused",
     "logprob_token_ids": ELSEWHERE,  # gathered from accepted rows alone
     "spec_token_ids": ELSEWHERE,  # vLLM knows of no drafts
@@ -67,14 +55,10 @@ def holder(rows: dict[int, int]) -> Any:
 
 
 def metadata(**values: Any) -> SamplingMetadata:
-    def column() -> torch.Tensor:
-        return torch.arange(3) + 1.0
-
     facts: dict[str, Any] = dict(
-        temperature=column(), all_greedy=False, all_random=True, top_p=column(), top_k=column(),
-        generators={0: torch.Generator()}, max_num_logprobs=3, no_penalties=False,
-        prompt_token_ids=torch.arange(6).view(3, 2), frequency_penalties=column(), presence_penalties=column(),
-        repetition_penalties=column(), output_token_ids=OUTPUTS, allowed_token_ids_mask=torch.eye(3, dtype=torch.bool),
+        **{name: torch.arange(3) + 1.0 for name in COLUMNS}, all_greedy=False, all_random=True, no_penalties=False,
+        generators={0: torch.Generator()}, max_num_logprobs=3, prompt_token_ids=torch.arange(6).view(3, 2),
+        output_token_ids=OUTPUTS, allowed_token_ids_mask=torch.eye(3, dtype=torch.bool),
         bad_words_token_ids={1: [[4]]}, logitsprocs=LogitsProcessors(), logprob_token_ids={0: [1]},
         spec_token_ids=[[], [], []], thinking_budget_state_holder=holder({0: 3}),
     )  # fmt: skip
@@ -150,22 +134,16 @@ def test_a_request_that_moved_to_the_row_of_one_with_a_budget_has_none() -> None
 # --- V2: our verifier has vLLM's sampler process one row per node --------------------------------------------------
 
 _NODE, _SETTING = "applied by `apply_sampling_params` to each row", "a setting, or what others are made of"
+SETTINGS = ("logprobs_mode", "compute_nans", "use_fp64_gumbel", "req_states", "num_speculative_tokens")
 SAMPLER = {
-    "sampling_states": _NODE,
+    **dict.fromkeys(("sampling_states", "logits_processors", "needs_logits_processing"), _NODE),
     "penalties_state": "chains only: its kernels look back over the rows before",
-    "logits_processors": _NODE,
     "thinking_budget_state": "by `apply_sampling_params`; who has a budget has no drafts",
     "logprob_token_ids_state": "taken from the accepted rows",
     "trace_replay_state": "such requests have no drafts",
-    "needs_logits_processing": _NODE,
-    "logprobs_mode": _SETTING,
-    "compute_nans": _SETTING,
-    "use_fp64_gumbel": _SETTING,
-    "req_states": _SETTING,
-    "num_speculative_tokens": _SETTING,
+    **dict.fromkeys(SETTINGS, _SETTING),
     "return_sampling_mask": "made of the rows that a token was sampled from",
-    "use_flashinfer": "left out where noise is to be that of a position",
-    "use_xpu_sampler": "left out where noise is to be that of a position",
+    **dict.fromkeys(("use_flashinfer", "use_xpu_sampler"), "left out where noise is to be that of a position"),
 }
 STATES = {
     "temperature": _NODE, "top_k": _NODE, "top_p": _NODE, "min_p": _NODE, "seeds": "the noise of each row's position",

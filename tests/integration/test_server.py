@@ -1,23 +1,10 @@
 """`vllm serve --spec-rollout` from outside: answers, refusals, metrics, and how a bad start ends."""
 
-import json
-import re
 import subprocess
-import urllib.error
-import urllib.request
 
 import pytest
 
-from tests.integration.serving import VLLM, environment, serve
-
-pytest.importorskip("vllm")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    from vllm_specrollout.bench.policy.random_model import make_random_model
-
-    return str(make_random_model(tmp_path_factory.mktemp("served"), size="1M"))
+from tests.integration.serving import VLLM, ask, counters, environment, serve
 
 
 @pytest.fixture(scope="module")
@@ -28,25 +15,13 @@ def server(model, tmp_path_factory):
     flags = ("--spec-rollout", "--spec-rollout.budget", "fixed", "--max-model-len", "256")
     # one answer at a time, and with other rows than without drafts
     flags += ("--per-request-spec-decode-metrics", "summary", "--dtype", "float32")
-    with serve(model, log, *flags, is_warm=False) as address:
+    with serve(str(model), log, *flags, is_warm=False) as address:
         yield address
 
 
 def complete(server, **options):
     body = {"model": "tiny", "prompt": "1 2 3 1 2 3 1 2", "max_tokens": 48, "temperature": 0, "ignore_eos": True}
-    request = urllib.request.Request(
-        f"{server}/v1/completions", json.dumps({**body, **options}).encode(), {"Content-Type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
-
-
-def counters(server):
-    text = urllib.request.urlopen(f"{server}/metrics", timeout=30).read().decode()
-    return {name: float(value) for name, value in re.findall(r"^vllm:spec_decode_(\w+)_total\{.*\} (\S+)$", text, re.M)}
+    return ask(server, "/v1/completions", {**body, **options})
 
 
 def test_drafts_are_counted_and_do_not_change_the_answer(server):

@@ -13,9 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 import torch
 from safetensors.torch import save_file
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
@@ -90,14 +87,14 @@ def checkpoint(folder: Path, value: float, **others: torch.Tensor) -> Path:
 
 
 class Engine:
-    """A runner, and what serves in it."""
+    """A runner, and what serves in it; weights of a value lie in a folder of its name."""
 
-    def __init__(self, folder: Path) -> None:
-        self.target = torch.nn.Module()
+    def __init__(self, root: Path) -> None:
+        self.root, self.target = root, torch.nn.Module()
         self.target.embed = torch.nn.Embedding(10, WIDTH).requires_grad_(False)
         self.head = Head(self.target)
         record_metadata_for_reloading(self.head)
-        self.drafter, self.dropped = Drafter(self.head, folder), []
+        self.drafter, self.dropped = Drafter(self.head, root / "1.0"), []
         nothing = SimpleNamespace(renew=lambda name: None, renewed=lambda *sources: None)
         told = SimpleNamespace(drop=lambda *what: self.dropped.append(what), renewed=lambda drafter: None)
         told.worth = told.budget = nothing
@@ -106,14 +103,17 @@ class Engine:
             drafting=SimpleNamespace(is_apart=False), metrics=SimpleNamespace(head=lambda *numbers: None),
         )  # fmt: skip
         self.swapper = Swapper(self.runner)
-        self.load(folder)
+        self.load(1.0)
         self.swapper.begin_step(self.swapper.verdict)
         self.first = self.pointers()
 
-    def load(self, folder: Path) -> int:
-        self.swapper.begin("a", folder)
+    def begin(self, name: str, value: float) -> None:
+        self.swapper.begin(name, checkpoint(self.root / str(value), value))
         self.wait()
-        return self.swapper.end("a", is_taken=True)["version"]
+
+    def load(self, value: float) -> None:
+        self.begin("a", value)
+        self.swapper.end("a", is_taken=True)
 
     def wait(self) -> None:
         _, load = self.swapper._load
@@ -135,28 +135,26 @@ class Engine:
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Engine:
-    return Engine(checkpoint(tmp_path / "first", 1.0))
+    return Engine(tmp_path)
 
 
-def met(heads: Heads, share: float, positions: int) -> None:
+def met(heads: Heads, share: float, positions: int = 3000) -> None:
     """A request's drafts of one token are met so often."""
     heads.admit("r0")
     for i in range(positions):
         heads.observe(chains(1, 1, source=SOURCE), verified(chains(1, 1), [int(i % 10 < 10 * share)]))
 
 
-def test_until_they_are_exchanged_the_old_weights_serve(engine: Engine, tmp_path: Path) -> None:
+def test_until_they_are_exchanged_the_old_weights_serve(engine: Engine) -> None:
     embedding = engine.target.embed.weight.clone()
-    engine.swapper.begin("a", checkpoint(tmp_path / "second", 2.0))
-    engine.wait()
+    engine.begin("a", 2.0)
     assert engine.swapper.is_ready("a") and engine.values == {1.0}
     assert engine.swapper.end("a", is_taken=True) == {"tensors": 3, "version": 2}
     assert engine.values == {2.0} and torch.equal(engine.target.embed.weight, embedding)
 
 
-def test_one_that_is_not_taken_leaves_no_trace(engine: Engine, tmp_path: Path) -> None:
-    engine.swapper.begin("a", checkpoint(tmp_path / "second", 2.0))
-    engine.wait()
+def test_one_that_is_not_taken_leaves_no_trace(engine: Engine) -> None:
+    engine.begin("a", 2.0)
     renewed = engine.drafter.renewed
     assert engine.swapper.end("a", is_taken=False) == {}
     assert engine.values == {1.0} and engine.drafter.renewed == renewed and engine.drafter.heads.number == 1
@@ -164,9 +162,9 @@ def test_one_that_is_not_taken_leaves_no_trace(engine: Engine, tmp_path: Path) -
         engine.swapper.end("a", is_taken=True)
 
 
-def test_who_comes_later_takes_the_place_of_who_came_first(engine: Engine, tmp_path: Path) -> None:
-    engine.swapper.begin("a", checkpoint(tmp_path / "second", 2.0))
-    engine.swapper.begin("b", checkpoint(tmp_path / "third", 3.0))
+def test_who_comes_later_takes_the_place_of_who_came_first(engine: Engine) -> None:
+    for name, value in (("a", 2.0), ("b", 3.0)):
+        engine.swapper.begin(name, checkpoint(engine.root / str(value), value))
     for call in (engine.swapper.is_ready, lambda name: engine.swapper.end(name, is_taken=True)):
         with pytest.raises(ConfigError, match="others were loaded meanwhile"):
             call("a")
@@ -175,14 +173,12 @@ def test_who_comes_later_takes_the_place_of_who_came_first(engine: Engine, tmp_p
     assert engine.values == {3.0}
 
 
-def test_a_worse_head_goes_and_the_old_tensors_come_back_though_their_file_is_gone(
-    engine: Engine, tmp_path: Path, caplog: Any
-) -> None:
+def test_a_worse_head_goes_and_the_old_tensors_come_back_though_their_file_is_gone(engine: Engine, caplog: Any) -> None:
     heads = engine.drafter.heads
-    met(heads, 0.8, 3000)
-    engine.load(checkpoint(tmp_path / "second", 2.0))
-    shutil.rmtree(tmp_path / "first")
-    shutil.rmtree(tmp_path / "second")
+    met(heads, 0.8)
+    engine.load(2.0)
+    for value in ("1.0", "2.0"):
+        shutil.rmtree(engine.root / value)
     met(heads, 0.2, POSITIONS)
     assert engine.swapper.verdict == (2, False) and engine.values == {2.0}
     engine.swapper.begin_step(None)
@@ -195,21 +191,18 @@ def test_a_worse_head_goes_and_the_old_tensors_come_back_though_their_file_is_go
     assert "its first choices were met 0.2" in caplog.text and "before 0.800" in caplog.text
 
 
-def test_a_head_that_stays_lets_go_of_the_one_before(engine: Engine, tmp_path: Path) -> None:
-    met(engine.drafter.heads, 0.8, 3000)
-    engine.load(checkpoint(tmp_path / "second", 2.0))
+def test_a_head_that_stays_lets_go_of_the_one_before(engine: Engine) -> None:
+    met(engine.drafter.heads, 0.8)
+    engine.load(2.0)
     met(engine.drafter.heads, 0.8, POSITIONS)
     engine.swapper.begin_step(engine.swapper.verdict)
     assert engine.values == {2.0} and engine.swapper._before is None and engine.drafter.heads.went_back == 0
 
 
-def test_an_engine_that_sleeps_keeps_no_second_head_and_wakes_with_the_one_that_served(
-    engine: Engine, tmp_path: Path
-) -> None:
-    met(engine.drafter.heads, 0.8, 3000)
-    engine.load(checkpoint(tmp_path / "second", 2.0))
-    engine.swapper.begin("b", tmp_path / "first")
-    engine.wait()
+def test_an_engine_that_sleeps_keeps_no_second_head_and_wakes_with_the_one_that_served(engine: Engine) -> None:
+    met(engine.drafter.heads, 0.8)
+    engine.load(2.0)
+    engine.begin("b", 1.0)
     engine.swapper.rest()
     assert engine.swapper._before is engine.swapper._load is None and not engine.drafter.heads.is_on_probation
     engine.head.products.weight.data.zero_()
@@ -217,61 +210,56 @@ def test_an_engine_that_sleeps_keeps_no_second_head_and_wakes_with_the_one_that_
     assert engine.values == {2.0} and engine.drafter.heads.number == 2
 
 
-def test_after_going_back_a_sleep_brings_the_head_that_serves(engine: Engine, tmp_path: Path) -> None:
-    met(engine.drafter.heads, 0.8, 3000)
-    engine.load(checkpoint(tmp_path / "second", 2.0))
+def test_after_going_back_a_sleep_brings_the_head_that_serves(engine: Engine) -> None:
+    met(engine.drafter.heads, 0.8)
+    engine.load(2.0)
     engine.swapper.begin_step((2, False))
     engine.head.products.weight.data.zero_()
     engine.swapper.again()
     assert engine.values == {1.0}
 
 
-def test_where_each_rank_has_a_scheduler_nothing_is_kept(engine: Engine, tmp_path: Path) -> None:
+def test_where_each_rank_has_a_scheduler_nothing_is_kept(engine: Engine) -> None:
     engine.runner.drafting.is_apart = True
-    met(engine.drafter.heads, 0.8, 3000)
-    engine.load(checkpoint(tmp_path / "second", 2.0))
+    met(engine.drafter.heads, 0.8)
+    engine.load(2.0)
     assert engine.swapper._before is None and not engine.drafter.heads.is_on_probation
 
 
-def test_a_drafter_that_was_given_up_meanwhile_gets_no_weights(engine: Engine, tmp_path: Path) -> None:
-    engine.swapper.begin("a", checkpoint(tmp_path / "second", 2.0))
-    engine.wait()
+def test_a_drafter_that_was_given_up_meanwhile_gets_no_weights(engine: Engine) -> None:
+    engine.begin("a", 2.0)
     engine.runner.model_drafter = None
     with pytest.raises(ConfigError, match="no model drafts in this engine any more"):
         engine.swapper.end("a", is_taken=True)
     assert engine.values == {1.0}
 
 
-def test_half_an_exchange_is_no_drafter(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(twin: Twin) -> None:
-        raise RuntimeError("the device is lost")
-
-    monkeypatch.setattr(Twin, "exchange", fails)
-    with pytest.raises(ConfigError, match="the device is lost"):
-        engine.load(checkpoint(tmp_path / "second", 2.0))
-    assert engine.runner.model_drafter is None and engine.dropped[0][0] is engine.drafter
-
-
-def test_a_step_goes_on_though_going_back_fails(
-    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("goes_back", [False, True])
+def test_half_an_exchange_is_no_drafter_and_no_step_fails_for_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, goes_back: bool
 ) -> None:
     def fails(twin: Twin) -> None:
         raise RuntimeError("the device is lost")
 
-    engine.load(checkpoint(tmp_path / "second", 2.0))
+    if goes_back:
+        engine.load(2.0)
     monkeypatch.setattr(Twin, "exchange", fails)
-    engine.swapper.begin_step((2, False))
-    assert engine.runner.model_drafter is None and len(engine.dropped) == 1
+    if goes_back:
+        engine.swapper.begin_step((2, False))
+    else:
+        with pytest.raises(ConfigError, match="the device is lost"):
+            engine.load(2.0)
+    assert engine.runner.model_drafter is None and [drafter for drafter, _ in engine.dropped] == [engine.drafter]
 
 
-def test_ranks_that_do_not_judge_go_back_with_the_one_that_does(engine: Engine, tmp_path: Path, caplog: Any) -> None:
-    engine.load(checkpoint(tmp_path / "second", 2.0))
+def test_ranks_that_do_not_judge_go_back_with_the_one_that_does(engine: Engine, caplog: Any) -> None:
+    engine.load(2.0)
     engine.swapper.begin_step((2, False))
     assert engine.values == {1.0} and engine.drafter.heads.number == 1
     assert "is worse" not in caplog.text, "it is told once"
 
 
-def test_the_thread_takes_one_core_at_low_priority_and_the_steps_theirs(engine: Engine, tmp_path: Path) -> None:
+def test_the_thread_takes_one_core_at_low_priority_and_the_steps_theirs(engine: Engine) -> None:
     found: list[tuple[int, int]] = []
     stock = HeadLoad.run
 
@@ -282,7 +270,7 @@ def test_the_thread_takes_one_core_at_low_priority_and_the_steps_theirs(engine: 
     before = torch.get_num_threads(), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HeadLoad, "run", run)
-        engine.load(checkpoint(tmp_path / "second", 2.0))
+        engine.load(2.0)
     assert found == [(1, max(swapping.NICE, before[1]))]
     assert before == (torch.get_num_threads(), os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 

@@ -6,10 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
-
-pytest.importorskip("vllm")
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -10,9 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("vllm")
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

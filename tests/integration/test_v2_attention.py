@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm")
 pytest.importorskip("triton")
 
 import torch
@@ -27,7 +26,7 @@ from vllm_specrollout.worker.v2 import inputs as inputs_module
 from vllm_specrollout.worker.v2.attention import TreeAttention
 from vllm_specrollout.worker.v2.graphs import TREES_UP_TO
 from vllm_specrollout.worker.v2.host import StepState
-from vllm_specrollout.worker.v2.inputs import TreeInputs, holds_prompt
+from vllm_specrollout.worker.v2.inputs import TreeInputs
 from vllm_specrollout.worker.v2.lane import Lane
 
 MOST = 8
@@ -114,18 +113,6 @@ def schedule_of(rows):
     return schedule
 
 
-BESIDE_A_PROMPT = pytest.mark.parametrize(
-    "rows, is_alone",
-    [({"a": 9, "b": 1}, True), ({"a": 9, "b": 2}, False), ({"a": 9, "new": 300}, False), ({"a": 10}, False)],
-    ids=["decodes alone", "two rows of a prompt", "a new one", "a prompt's last piece, with room behind it"],
-)
-
-
-@BESIDE_A_PROMPT
-def test_a_piece_of_a_prompt_is_told_from_a_last_token_and_its_room(rows, is_alone):
-    assert holds_prompt(schedule_of(rows)) is not is_alone
-
-
 def lane_of(shape=DraftMode.TREE, levels=0):
     """A lane at the beginning of a step."""
     runner, nothing = object.__new__(Lane), lambda *args: None
@@ -141,7 +128,11 @@ def lane_of(shape=DraftMode.TREE, levels=0):
     return runner
 
 
-@BESIDE_A_PROMPT
+@pytest.mark.parametrize(
+    "rows, is_alone",
+    [({"a": 9, "b": 1}, True), ({"a": 9, "b": 2}, False), ({"a": 9, "new": 300}, False), ({"a": 10}, False)],
+    ids=["decodes alone", "two rows of a prompt", "a new one", "a prompt's last piece, with room behind it"],
+)
 def test_nothing_branches_beside_a_piece_of_a_prompt(rows, is_alone):
     runner = lane_of()
     with runner._during:

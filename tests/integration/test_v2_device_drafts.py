@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm")
 pytest.importorskip("triton")
 
 import torch
@@ -17,39 +17,41 @@ from vllm_specrollout.kernels.draft_choice.naive import LINED, LOOKED, MODELLED,
 from tests.faults.devices import States
 from tests.faults.hosts import WITHOUT_A_DEVICE
 from vllm_specrollout.observe.guard import Guard
-from vllm_specrollout.worker.v2.device_drafts import (
-    LINE,
-    Bystander,
-    DeviceDrafts,
-)
+from vllm_specrollout.worker.v2.device_drafts import LINE, Bystander, DeviceDrafts
 from vllm_specrollout.worker.v2.told import NOBODY, SIBLINGS, Told
 
 WIDTH = 4
 
 
-@pytest.fixture
-def drafts(monkeypatch: pytest.MonkeyPatch) -> DeviceDrafts:
-    """Of two running requests, `a` in row 0 and `b` in row 1, for which nothing is looked up."""
+def drafts_of(patch: pytest.MonkeyPatch, told: dict[str, Told]) -> DeviceDrafts:
+    """Of running requests, for which nothing is looked up."""
     for name in ("get_tp_group", "Lookup", "choose"):
-        stands_in = WITHOUT_A_DEVICE[f"device_drafts.{name}"]
-        monkeypatch.setattr(f"vllm_specrollout.worker.v2.device_drafts.{name}", stands_in)
+        patch.setattr(f"vllm_specrollout.worker.v2.device_drafts.{name}", WITHOUT_A_DEVICE[f"device_drafts.{name}"])
     states = States(3, WIDTH)
-    for name in ("a", "b"):
+    for name in told:
         states.add(name)
         states.tell(name, [1, 2, 3])
-    told = {name: Told(-1, (), np.int32([9]), WIDTH, True) for name in ("a", "b")}
-    guard = Guard(is_strict=True)
-    made = DeviceDrafts(Bystander(WIDTH), 0, states, lambda name: told[name], None, 4, guard)
+    made = DeviceDrafts(Bystander(WIDTH), 0, states, told.__getitem__, None, 4, Guard(is_strict=True))
     made.known, made.looks_up = told, False
     # whatever has changed
     made.changed = lambda: told
     return made
 
 
-def batch_of(*names: str) -> SimpleNamespace:
-    rows = np.array(["ab".index(name) for name in names])
+@pytest.fixture
+def drafts(monkeypatch: pytest.MonkeyPatch) -> DeviceDrafts:
+    """Of `a` in row 0 and `b` in row 1."""
+    return drafts_of(monkeypatch, {name: Told(-1, (), np.int32([9]), WIDTH, True) for name in ("a", "b")})
+
+
+def batch_of(*names: str, starts: Sequence[int] = ()) -> SimpleNamespace:
+    rows = np.array(["ab".index(name[0]) for name in names])
     return SimpleNamespace(
-        req_ids=list(names), num_reqs=len(names), idx_mapping=torch.from_numpy(rows), idx_mapping_np=rows
+        req_ids=list(names),
+        num_reqs=len(names),
+        idx_mapping=torch.from_numpy(rows),
+        idx_mapping_np=rows,
+        cu_num_logits=torch.tensor(starts or range(len(names) + 1), dtype=torch.int32),
     )
 
 
@@ -125,12 +127,8 @@ def test_a_model_whose_drafts_nobody_wants_runs_its_first_pass_alone(drafts: Dev
 
     seen: list[list[list[int]]] = []
     drafts._propose, drafts._depth = model, 3
-    drafts.model = SimpleNamespace(
-        drafted=drafted,
-        learn=lambda: None,
-        watch=lambda batch, tokens: seen.append(tokens.tolist()),
-        beams=None,
-    )
+    drafts.model = SimpleNamespace(drafted=drafted, learn=lambda: None, beams=None)
+    drafts.model.watch = lambda batch, tokens: seen.append(tokens.tolist())
     assert drafts.propose(batch_of("a")).tolist() == [[7, 8, -1, -1]]
     drafts.is_covered = True
     assert drafts.propose(batch_of("a")).tolist() == [[7, -1, -1, -1]]
@@ -148,17 +146,11 @@ def test_whose_verdict_is_withheld_is_kept_with_its_draft_until_its_next_one(dra
     assert asked == [["b", "a"]] and drafts.kinds[:2].tolist() == [LINED, WITHHELD + LINED]
     # by the step's order, whatever it was when the drafts were made
     assert drafts.withheld(batch_of("a", "b")).tolist() == [False, True]
-    home = drafts.home(verified(drafts, "a", "b"), rows_are_on_device=False)
+    home = drafts.home(batch_of("a", "b"), rows_are_on_device=False)
     assert home[:, -1].tolist() == [LINED, WITHHELD + LINED]
     drafts.withhold = lambda names: "somebody who has left"
     drafts.propose(batch_of("a", "b"))
     assert drafts.withheld(batch_of("a", "b")).tolist() == [False, False]
-
-
-def verified(drafts: DeviceDrafts, *names: str) -> SimpleNamespace:
-    batch = batch_of(*names)
-    batch.cu_num_logits = torch.arange(len(names) + 1, dtype=torch.int32)
-    return batch
 
 
 def test_a_paused_engine_drafts_nothing_and_leaves_nothing_of_what_was(drafts: DeviceDrafts) -> None:
@@ -214,8 +206,7 @@ def test_who_is_held_is_drafted_for_as_soon_as_it_is_not(drafts: DeviceDrafts) -
 def test_what_comes_home_is_what_the_step_had(drafts: DeviceDrafts) -> None:
     carry(drafts, 1, 3, [4, 5, 6, 7])
     drafts.propose(batch_of("a", "b"))
-    batch = batch_of("b", "a")
-    batch.cu_num_logits = torch.tensor([0, 3, 4], dtype=torch.int32)
+    batch = batch_of("b", "a", starts=[0, 3, 4])
     words = drafts.home(batch, rows_are_on_device=True)
     assert words[:, :WIDTH].tolist() == [[4, 5, 6, 7], [-1] * 4]
     assert words[0, -2] == LINED and words[:, -1].tolist() == [2, 0], "rows that it had, whatever was drafted"

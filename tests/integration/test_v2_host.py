@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
-pytest.importorskip("vllm")
 
 from tests.trees import batch_of, chain
 from vllm_specrollout.config import RequestOptions
@@ -21,11 +20,12 @@ from vllm_specrollout.worker.v2.inputs import emptied
 
 
 class Recorder:
-    """In place of the speculator: drafts `tree` for everyone, and notes what it is told."""
+    """In place of the speculator: drafts these trees, for one request after another, and notes what it is told."""
 
-    def __init__(self, tree=EMPTY_TREE):
-        self.tree, self.observed, self.times, self.forgotten, self.admitted, self.begun = tree, [], [], [], [], []
-        self.guard = Guard(is_strict=True)
+    def __init__(self, *trees, is_strict=True):
+        self.trees, self.guard = trees or (EMPTY_TREE,), Guard(is_strict=is_strict)
+        self.observed, self.times, self.forgotten, self.admitted, self.begun = [], [], [], [], []
+        self.finished, self.checks = [], []
 
     def admit(self, view):
         self.admitted.append(view.request_id)
@@ -33,12 +33,15 @@ class Recorder:
     def begin(self, view):
         self.begun.append(view.request_id)
 
+    def is_paused(self, step, num_requests):
+        return False
+
     def steps_off(self, step, num_requests):
         return 0
 
     def propose(self, batch, step):
-        trees = batch_of([self.tree] * batch.size, batch.request_ids)
-        return PlannedStep(StepPlan(trees, "recorded"), batch)
+        trees = itertools.islice(itertools.cycle(self.trees), batch.size)
+        return PlannedStep(StepPlan(batch_of([*trees], batch.request_ids), "recorded"), batch)
 
     def observe(self, planned, trees, result):
         self.observed.append((planned, trees, result))
@@ -49,9 +52,11 @@ class Recorder:
     def forget(self, request_id):
         self.forgotten.append(request_id)
 
+    def finish(self, ending):
+        self.finished.append(ending)
 
-def host_of(recorder, clock):
-    return Host(Drafting(recorder), 100, clock=clock)
+    def compared(self, checked, differing):
+        self.checks.append((checked, differing))
 
 
 def request(name="a", shape=DraftMode.TREE, tokens=(1, 2, 3), max_tokens=10):
@@ -64,16 +69,24 @@ def step(requests, sampled, counts, trees=None, rows=1, number=0):
 
 
 @pytest.fixture
-def ticking():
-    """A clock that moves by one second whenever it is looked at."""
-    now = iter(range(10_000))
-    return lambda: float(next(now))
+def recorder():
+    return Recorder()
 
 
-def test_tokens_come_home_in_order_and_verdicts_are_told_from_them(ticking):
-    recorder = Recorder()
-    host, a = host_of(recorder, ticking), request()
-    host.add(a)
+@pytest.fixture
+def host(recorder):
+    """Its clock moves by one second whenever it is looked at."""
+    return Host(Drafting(recorder), 100, clock=itertools.count(0.0).__next__)
+
+
+@pytest.fixture
+def a(host):
+    one = request()
+    host.add(one)
+    return one
+
+
+def test_tokens_come_home_in_order_and_verdicts_are_told_from_them(recorder, host, a):
     host.sent(step([a], [[7, -1, -1]], [1]))
     host.sent(step([a], [[8, 9, 4]], [3], [chain([8, 9, 5])], rows=4))
     total = host.settle()
@@ -85,10 +98,8 @@ def test_tokens_come_home_in_order_and_verdicts_are_told_from_them(ticking):
     assert second.accepted.tolist() == [0, 1] and trees.num_nodes == 3
 
 
-def test_a_step_is_planned_for_by_its_drafts_before_its_tokens_are_taken_in(ticking):
-    recorder, asked = Recorder(), []
-    host, a = host_of(recorder, ticking), request()
-    host.add(a)
+def test_a_step_is_planned_for_by_its_drafts_before_its_tokens_are_taken_in(recorder, host, a):
+    asked = []
     plans = {1: object(), 2: object()}
 
     def plan(made):
@@ -106,9 +117,7 @@ def test_a_step_is_planned_for_by_its_drafts_before_its_tokens_are_taken_in(tick
     assert [planned for planned, _, _ in recorder.observed] == [plans[1], plans[2], None]
 
 
-def test_steps_of_different_sizes_in_one_wait_say_nothing_of_time(ticking):
-    recorder = Recorder()
-    host, a = host_of(recorder, ticking), request()
+def test_steps_of_different_sizes_in_one_wait_say_nothing_of_time(recorder, host, a):
     for rows in ((1,), (1, 1), (1, 4)):
         for r in rows:
             host.sent(step([a], [[7]], [1], rows=r))
@@ -120,9 +129,7 @@ def test_steps_of_different_sizes_in_one_wait_say_nothing_of_time(ticking):
     assert timings[3] is None and timings[4] is None
 
 
-def test_what_steps_cost_is_told_once_and_after_all_that_a_device_waits_for(ticking):
-    recorder = Recorder()
-    host, a = host_of(recorder, ticking), request()
+def test_what_steps_cost_is_told_once_and_after_all_that_a_device_waits_for(recorder, host, a):
     told = []
     for _ in range(3):
         host.sent(step([a], [[7]], [1]))
@@ -133,8 +140,7 @@ def test_what_steps_cost_is_told_once_and_after_all_that_a_device_waits_for(tick
     assert host.learn() == []
 
 
-def test_the_last_steps_can_be_left_in_flight(ticking):
-    host, a = host_of(Recorder(), ticking), request()
+def test_the_last_steps_can_be_left_in_flight(host, a):
     for _ in range(5):
         host.sent(step([a], [[7]], [1]))
     host.settle(keep=2)
@@ -150,8 +156,7 @@ def late(made, home, drafted=None):
     return made
 
 
-def test_steps_are_out_from_the_first_whose_tokens_are_not_home(ticking):
-    host, a = host_of(Recorder(), ticking), request()
+def test_steps_are_out_from_the_first_whose_tokens_are_not_home(host, a):
     homes = [[], [], []]
     for home in homes:
         host.sent(late(step([a], [[7]], [1]), home))
@@ -163,10 +168,8 @@ def test_steps_are_out_from_the_first_whose_tokens_are_not_home(ticking):
     assert host.settle(host.num_out).steps == 2 and host.num_in_flight == host.num_out == 1
 
 
-def test_what_the_device_drafted_is_asked_for_when_the_tokens_are_home(ticking):
-    recorder, asked = Recorder(), []
-    host, a = host_of(recorder, ticking), request()
-    host.add(a)
+def test_what_the_device_drafted_is_asked_for_when_the_tokens_are_home(recorder, host, a):
+    asked = []
     home = []
 
     def drafted():
@@ -183,10 +186,8 @@ def test_what_the_device_drafted_is_asked_for_when_the_tokens_are_home(ticking):
     assert host.learn() == [] and recorder.times == [None]
 
 
-def test_whoever_looks_on_is_told_of_each_step_that_came_home_before_its_requests_begin(ticking):
-    recorder, told = Recorder(), []
-    host, a = host_of(recorder, ticking), request()
-    host.add(a)
+def test_whoever_looks_on_is_told_of_each_step_that_came_home_before_its_requests_begin(recorder, host, a):
+    told = []
     host.came_home = lambda made, result: told.append((made, a.length, list(recorder.begun)))
     sent = [step([a], [[7]], [1]), step([a], [[8, 9]], [2], [chain([8])])]
     for one in sent:
@@ -195,9 +196,7 @@ def test_whoever_looks_on_is_told_of_each_step_that_came_home_before_its_request
     assert told == [(sent[0], 4, []), (sent[1], 6, ["a"])] and recorder.begun == ["a"]
 
 
-def test_steps_with_branches_are_counted_by_what_was_drafted(ticking):
-    host, a = host_of(Recorder(), ticking), request()
-    host.add(a)
+def test_steps_with_branches_are_counted_by_what_was_drafted(host, a):
     fork = chain([8, 9])
     fork.parents[:] = -1
     for tree, branching in ((EMPTY_TREE, 0), (chain([8, 9]), 0), (fork, 1)):
@@ -206,9 +205,7 @@ def test_steps_with_branches_are_counted_by_what_was_drafted(ticking):
         assert (total.drafting, total.branching) == (tree.size > 0, branching)
 
 
-def test_only_known_requests_that_may_be_drafted_for_are_shown(ticking):
-    recorder = Recorder()
-    host = host_of(recorder, ticking)
+def test_only_known_requests_that_may_be_drafted_for_are_shown(host):
     for one in (request("a"), request("off", DraftMode.OFF)):
         host.add(one)
         one.append([7])
@@ -221,9 +218,7 @@ def test_only_known_requests_that_may_be_drafted_for_are_shown(ticking):
     assert host.batch(room, may_branch=False).is_chain.tolist() == [True]
 
 
-def test_a_request_without_drafts_has_no_room_and_one_with_a_limit_no_more(ticking):
-    host = host_of(Recorder(), ticking)
-    host.add(request("a"))
+def test_a_request_without_drafts_has_no_room_and_one_with_a_limit_no_more(host, a):
     host.add(request("off", DraftMode.OFF))
     few = Admission(RequestOptions(max_draft_tokens=3), "", DraftMode.TREE, 10)
     host.add(HostRequest("few", few, 3, (1, 2, 3)))
@@ -232,42 +227,35 @@ def test_a_request_without_drafts_has_no_room_and_one_with_a_limit_no_more(ticki
     assert host.limits == {"few": 3}
 
 
-def test_a_request_that_is_gone_is_forgotten_but_its_tokens_on_the_way_do_no_harm(ticking):
-    recorder = Recorder()
-    host, a = host_of(recorder, ticking), request()
-    host.add(a)
+def test_a_request_that_is_gone_is_forgotten_but_its_tokens_on_the_way_do_no_harm(recorder, host, a):
     host.sent(step([a, None], [[7], [8]], [1, 1]))
     host.leave("a")
     host.leave("never seen")
     assert host.settle().tokens == 2 and recorder.forgotten == ["a"] and host.get("a") is None
 
 
-def test_a_request_that_ends_while_it_is_preempted_is_told_with_what_it_had(ticking):
-    recorder, told = Recorder(), []
-    recorder.finish = lambda ending: told.append((ending.request_id, ending.token_ids.tolist(), ending.status))
-    host = host_of(recorder, ticking)
-    for name in ("aborted", "comes back"):
+def test_a_request_that_ends_while_it_is_preempted_is_told_with_what_it_had(recorder, host):
+    names = ["aborted", "comes back"]
+    for name in names:
         host.add(request(name))
-    host.sent(step([host.get("aborted"), host.get("comes back")], [[7], [8]], [1, 1]))
-    for name in ("aborted", "comes back"):
+    host.sent(step([host.get(name) for name in names], [[7], [8]], [1, 1]))
+    for name in names:
         host.leave(name, is_preempted=True)
         host.leave(name, is_preempted=True)
-    assert recorder.forgotten == ["aborted", "comes back"] and host.get("aborted") is None
+    assert recorder.forgotten == names and host.get("aborted") is None
     host.settle()
-    assert [ending.request_id for ending in host.unfinished()] == ["aborted", "comes back"]
-    assert host.standing() == {"aborted": (3, 1), "comes back": (3, 1)}
+    assert [ending.request_id for ending in host.unfinished()] == names
+    assert host.standing() == dict.fromkeys(names, (3, 1))
     host.end("aborted", 1, FinishReason.ABORTED)
     host.leave("aborted")
     host.add(request("comes back", tokens=(1, 2, 3, 8)))
-    assert told == [("aborted", [7], FinishReason.ABORTED)]
+    (ending,) = recorder.finished
+    assert (ending.request_id, ending.token_ids.tolist(), ending.status) == ("aborted", [7], FinishReason.ABORTED)
     assert host.unfinished() == [], "the one is over, the other one begins"
     assert list(host.standing()) == ["comes back"]
 
 
-def test_an_answer_that_ended_before_new_weights_is_said_to_be_of_the_old_ones(ticking):
-    recorder = Recorder()
-    recorder.finish = lambda ending: recorder.observed.append(ending.weights_version)
-    host = host_of(recorder, ticking)
+def test_an_answer_that_ended_before_new_weights_is_said_to_be_of_the_old_ones(recorder, host):
     for name in ("aborted", "goes on"):
         host.add(request(name))
     host.weights_version.close()
@@ -276,7 +264,7 @@ def test_an_answer_that_ended_before_new_weights_is_said_to_be_of_the_old_ones(t
     host.end("aborted", 0, FinishReason.ABORTED)
     host.weights_version.close()
     host.end("goes on", 0, FinishReason.ABORTED)
-    assert recorder.observed == [0, 1]
+    assert [ending.weights_version for ending in recorder.finished] == [0, 1]
 
 
 def test_a_schedule_without_its_room_leaves_the_schedulers_own_alone():
@@ -292,10 +280,8 @@ def test_a_schedule_without_its_room_leaves_the_schedulers_own_alone():
     assert schedule.scheduled_spec_decode_tokens.keys() == {"a", "b"}
 
 
-def test_a_mistake_while_looking_ahead_costs_what_would_have_been_planned(ticking):
-    recorder = Recorder(chain([5, 6]))
-    host, a = host_of(recorder, ticking), request()
-    host.add(a)
+def test_a_mistake_while_looking_ahead_costs_what_would_have_been_planned(recorder, host, a):
+    recorder.trees = [chain([5, 6])]
     a.append([7])
     batch = host.batch({"a": 2}, may_branch=True)
     assert host.drafting.look_ahead(batch, 1).plan.trees.num_nodes == 2
@@ -307,78 +293,44 @@ def test_a_mistake_while_looking_ahead_costs_what_would_have_been_planned(tickin
     assert host.drafting.look_ahead(batch, 1) is None and recorder.guard.failures == {"drafting": 1}
 
 
-def test_a_request_whose_end_was_told_does_not_begin_when_its_first_token_comes_home(ticking):
-    recorder, told = Recorder(), []
-    recorder.finish = lambda ending: told.append(ending.request_id)
-    host, one = host_of(recorder, ticking), request()
-    host.add(one)
-    host.sent(step([one], [[7]], [1]))
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_a_request_whose_end_was_told_does_not_begin_when_its_first_token_comes_home(recorder, host, a, is_preempted):
+    host.sent(step([a], [[7]], [1]))
+    if is_preempted:
+        host.leave("a", is_preempted=True)
+        host.add(request(tokens=(1, 2, 3, 7)))
     host.end("a", 0, FinishReason.ABORTED)
+    if is_preempted:
+        host.leave("a")
     host.settle()
-    assert told == ["a"] and recorder.begun == []
+    assert [ending.request_id for ending in recorder.finished] == ["a"] and recorder.begun == []
 
 
-def test_nor_does_one_that_came_back_from_preemption_and_left(ticking):
-    recorder, told = Recorder(), []
-    recorder.finish = lambda ending: told.append(ending.request_id)
-    host, before, after = host_of(recorder, ticking), request(), request(tokens=(1, 2, 3, 7))
-    host.add(before)
-    host.sent(step([before], [[7]], [1]))
-    host.leave("a", is_preempted=True)
-    host.add(after)
-    host.end("a", 0, FinishReason.ABORTED)
-    host.leave("a")
-    host.settle()
-    assert told == ["a"] and recorder.begun == []
-
-
-def compared_by(recorder):
-    recorder.told = []
-    recorder.compared = lambda checked, differing: recorder.told.append((checked, differing))
-    return recorder.told
-
-
-def withheld_step(requests, sampled, counts, trees, version=0):
-    made = step(requests, sampled, counts, trees)
-    made.withheld, made.weights_version = requests[0].request_id, version
+def withheld(a, row):
+    """The step with the drafts of which a request got its first token alone."""
+    made = step([a], [row], [1], [chain([7, 8, 5])])
+    made.withheld, made.weights_version = a.request_id, 0
     return made
 
 
-def test_a_withheld_path_meets_what_the_next_steps_decode_though_they_come_home_together(ticking):
-    recorder = Recorder()
-    told, (host, a) = compared_by(recorder), (host_of(recorder, ticking), request())
-    host.add(a)
-    host.sent(withheld_step([a], [[7, 8, 9, -1]], [1], [chain([7, 8, 5])]))
+def test_a_withheld_path_meets_what_the_next_steps_decode_though_they_come_home_together(recorder, host, a):
+    host.sent(withheld(a, [7, 8, 9, -1]))
     host.sent(step([a], [[8]], [1]))
     host.settle()
-    assert a.buffer[: a.length].tolist() == [1, 2, 3, 7, 8] and told == [(1, 0)]
+    assert a.buffer[: a.length].tolist() == [1, 2, 3, 7, 8] and recorder.checks == [(1, 0)]
     assert list(host.drafting.withheld.held) == ["a"], "nothing is drafted for it until all of it was found again"
     host.sent(step([a], [[9]], [1]))
     host.settle()
-    assert told == [(1, 0), (1, 0)] and not host.drafting.withheld.held
+    assert recorder.checks == [(1, 0), (1, 0)] and not host.drafting.withheld.held
 
 
-def test_a_withheld_path_that_plain_decoding_does_not_find_is_counted(ticking):
-    recorder = Recorder()
-    told, (host, a) = compared_by(recorder), (host_of(recorder, ticking), request())
-    host.add(a)
-    host.sent(withheld_step([a], [[7, 8, 9, -1]], [1], [chain([7, 8, 5])]))
-    host.sent(step([a], [[4]], [1]))
-    host.settle()
-    assert told == [(1, 1)] and not host.drafting.withheld.held
-
-
-@pytest.mark.parametrize("what", ["nothing met", "gone", "preempted", "other weights"])
-def test_a_withheld_path_is_forgotten_where_it_says_nothing(ticking, what):
-    recorder = Recorder()
-    told, (host, a) = compared_by(recorder), (host_of(recorder, ticking), request())
-    host.add(a)
-    row = [7, -1, -1, -1] if what == "nothing met" else [7, 8, 9, -1]
-    host.sent(withheld_step([a], [row], [1], [chain([7, 8, 5])]))
+@pytest.mark.parametrize("what", ["another token", "nothing met", "gone", "preempted", "other weights"])
+def test_a_withheld_path_is_compared_once_or_forgotten_where_it_says_nothing(recorder, host, a, what):
+    host.sent(withheld(a, [7, -1, -1, -1] if what == "nothing met" else [7, 8, 9, -1]))
     if what in ("gone", "preempted"):
         host.leave("a", is_preempted=what == "preempted")
     if what == "other weights":
         host.weights_version.touch()
     host.sent(step([a], [[4]], [1]))
     host.settle()
-    assert told == [] and not host.drafting.withheld.held
+    assert recorder.checks == ([(1, 1)] if what == "another token" else []) and not host.drafting.withheld.held

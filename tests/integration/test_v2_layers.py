@@ -7,9 +7,6 @@ from types import SimpleNamespace
 from typing import get_args
 
 import pytest
-
-pytest.importorskip("vllm")
-
 import torch
 from vllm.config.cache import CacheDType
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
@@ -177,34 +174,29 @@ def test_where_a_rejected_token_leaves_a_trace_nothing_is_drafted(spec, reason):
     assert shape is DraftMode.OFF and reason in found
 
 
-def runner_of(specs=(FULL,), shape="tree", kernel_block_size=16, attn_type="decoder", **changes):
+def runner_of(specs=(FULL,), shape="tree", kernel_block_size=16, attn_type="decoder", model=None, **changes):
     layers = {
         f"layer{i}": SimpleNamespace(impl=impl_of(head_size=getattr(spec, "head_size", 0)), attn_type=attn_type)
         for i, spec in enumerate(specs)
     }
+    # of a group: what its kernels take for a block
+    builder = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=kernel_block_size))
+    groups = [
+        SimpleNamespace(backend=FLASH, kv_cache_spec=spec, layer_names=[f"layer{i}"], metadata_builders=[builder])
+        for i, spec in enumerate(specs)
+    ]
+    plain = {"logits_processors": None, "enable_prompt_embeds": False, "is_mm_prefix_lm": False}
     return SimpleNamespace(
         **{
             "is_encoder_decoder": False,
-            "model_config": SimpleNamespace(logits_processors=None, enable_prompt_embeds=False, is_mm_prefix_lm=False),
+            "model_config": SimpleNamespace(**{**plain, **(model or {})}),
             "model_state": SimpleNamespace(num_new_sampled_tokens_per_step=1),
             "batch_sharder": None,
-            "kv_cache_config": SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=s) for s in specs]),
+            "kv_cache_config": SimpleNamespace(kv_cache_groups=groups),
             "spec_config": SimpleNamespace(shape=shape),
             "compilation_config": SimpleNamespace(static_forward_context=layers),
             "vllm_config": config_of(),
-            "attn_groups": [
-                [
-                    SimpleNamespace(
-                        backend=FLASH,
-                        kv_cache_spec=spec,
-                        layer_names=[f"layer{i}"],
-                        metadata_builders=[
-                            SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=kernel_block_size))
-                        ],
-                    )
-                ]
-                for i, spec in enumerate(specs)
-            ],
+            "attn_groups": [[group] for group in groups],
             **changes,
         }
     )
@@ -222,14 +214,8 @@ def runner_of(specs=(FULL,), shape="tree", kernel_block_size=16, attn_type="deco
         (dict(specs=(FULL, MAMBA), shape="chain"), DraftMode.OFF, "recurrent"),
         (dict(attn_type="encoder_only"), DraftMode.OFF, "both directions"),
         (dict(is_encoder_decoder=True), DraftMode.OFF, "encoder-decoder"),
-        (dict(model_config=SimpleNamespace(enable_prompt_embeds=True)), DraftMode.OFF, "prompt embeddings"),
-        (
-            dict(
-                model_config=SimpleNamespace(logits_processors=None, enable_prompt_embeds=False, is_mm_prefix_lm=True)
-            ),
-            DraftMode.CHAIN,
-            "both directions",
-        ),
+        (dict(model={"enable_prompt_embeds": True}), DraftMode.OFF, "prompt embeddings"),
+        (dict(model={"is_mm_prefix_lm": True}), DraftMode.CHAIN, "both directions"),
         (dict(batch_sharder="any"), DraftMode.OFF, "sharded"),
     ],
     ids=str,

@@ -7,9 +7,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
-pytest.importorskip("vllm")
-
 from vllm.v1.outputs import ModelRunnerOutput
 
 from tests.integration.test_v2_host import Recorder, late, request, step
@@ -27,17 +24,12 @@ from vllm_specrollout.worker.v2.lane import Home, Lane
 from vllm_specrollout.worker.v2.runner import MOST_IN_FLIGHT
 
 
-class Event:
-    """The device is never done."""
+def nothing(*args):
+    """Is done."""
 
-    def record(self, stream):
-        """Nothing."""
 
-    def query(self):
-        return False
-
-    def synchronize(self):
-        pytest.fail("waited")
+# the device is never done
+EVENT = SimpleNamespace(record=nothing, query=lambda: False, synchronize=lambda: pytest.fail("waited"))
 
 
 class Stock:
@@ -58,10 +50,9 @@ class Stock:
 
 @pytest.fixture
 def runner(monkeypatch):
-    made, nothing = object.__new__(type("Runner", (Lane, Stock), {})), lambda *args: None
+    made = object.__new__(type("Runner", (Lane, Stock), {}))
     made.log, made.stats, made.metrics, made.step = [], Stats(), Metrics(()), StepState()
     recorder = Recorder(chain([5, 6]))
-    recorder.is_paused, recorder.steps_off = lambda *args: False, lambda *args: 0
     recorder.budget, recorder.drafters = SimpleNamespace(backs_off=False), []
     made.host, made.spec_rollout = Host(Drafting(recorder), 100), recorder
     made.shape, made._levels, made._may_skip = (DraftMode.CHAIN, ""), 0, False
@@ -72,9 +63,9 @@ def runner(monkeypatch):
     made._windows, made._carried, made._next_withheld, made._acceptance = {}, {}, "", Acceptance()
     made.sources = (0, 0, 1)
     made.verifier, made.adaptive_verification, made.mover = SimpleNamespace(), None, None
-    made.tokens_ready, made.output_copy_stream, made._told = Event(), None, ()
+    made.tokens_ready, made.output_copy_stream, made._told = EVENT, None, ()
     made._during, made._history = nullcontext(), None
-    monkeypatch.setattr(runner_module, "torch", SimpleNamespace(cuda=SimpleNamespace(Event=Event)))
+    monkeypatch.setattr(runner_module, "torch", SimpleNamespace(cuda=SimpleNamespace(Event=lambda: EVENT)))
     made.host.came_home, made.host.plan = made._came_home, made._plan
     made.host.add(request())
     return made
@@ -97,8 +88,7 @@ def schedule():
 
 def test_a_step_takes_in_what_is_home_and_waits_for_nothing(runner):
     """A step that is not home fails the test by being waited for."""
-    runner.spec_rollout.propose = lambda batch, step: None  # nothing is looked ahead for
-    runner.drafting.look_ahead = lambda batch, step: None
+    runner.drafting.look_ahead = nothing
     sent(runner, [True])
     sent(runner, [True], (8, 9), lambda: batch_of([chain([8, 3])], ["a"]))
     sent(runner, [])
@@ -154,12 +144,12 @@ def test_a_paused_step_leaves_its_room_to_the_device_and_plans_nothing(runner):
 
 def test_nobody_drafts_and_the_mirror_still_follows(runner):
     """However late the device seems to be, all but the last few steps are done by then."""
-    runner.drafting.look_ahead = lambda batch, step: None
+    runner.drafting.look_ahead = nothing
     for _ in range(MOST_IN_FLIGHT):
         runner.host.sent(step([runner.host.get("a")], [[7]], [1]))
         runner.host._in_flight[-1].is_home = lambda: False
     runner.execute_model(schedule())
-    runner.tokens_ready = SimpleNamespace(record=lambda stream: None, query=lambda: True, synchronize=lambda: None)
+    runner.tokens_ready = SimpleNamespace(record=nothing, query=lambda: True, synchronize=nothing)
     runner.sample_tokens(None)
     assert runner.host.num_in_flight == 2 and runner.host.get("a").length == 3 + MOST_IN_FLIGHT - 1
 

@@ -5,10 +5,6 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import pytest
-
-pytest.importorskip("vllm")
-
 import torch
 
 from vllm_specrollout.config.drafters import HistoryConfig

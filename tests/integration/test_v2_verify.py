@@ -9,7 +9,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-pytest.importorskip("vllm")
 pytest.importorskip("triton")
 
 import torch

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import tree_parents
+from tests.trees import batch_of, tree_of
 from vllm_specrollout.trees.batch import chains
-from vllm_specrollout.types import TreeBatch, VerifyResult
+from vllm_specrollout.types import VerifyResult
 from vllm_specrollout.worker.models import proposing
 from vllm_specrollout.worker.models.proposing import HeldRows, WaitingRows, first_rows, have_prompts, rows_that_hold
 
@@ -34,36 +35,6 @@ def taken(waiting: WaitingRows, *names: str) -> dict[str, list[int]]:
     return {name: tokens[end - int(n) : end] for name, n, end in zip(names, found.counts, ends, strict=True)}
 
 
-def test_a_requests_rows_come_back_in_the_order_in_which_they_were_computed() -> None:
-    waiting = WaitingRows()
-    waiting.add(rows(("a", [1, 2]), ("b", [7])))
-    waiting.add(rows(("b", [8, 9]), ("a", [3])))
-    assert len(waiting) == 6 and waiting.request_ids() == ["a", "b"]
-    assert taken(waiting, "b", "a") == {"b": [7, 8, 9], "a": [1, 2, 3]}
-    assert len(waiting) == 0
-
-
-def test_rows_of_others_go_on_waiting() -> None:
-    waiting = WaitingRows()
-    waiting.add(rows(("a", [1, 2]), ("b", [7])))
-    waiting.add(rows(("b", [8]), ("c", [5]), ("a", [3])))
-    assert taken(waiting, "b") == {"b": [7, 8]}
-    waiting.add(rows(("a", [4]), ("c", [6])))
-    assert taken(waiting, "c", "a") == {"c": [5, 6], "a": [1, 2, 3, 4]}
-
-
-def test_rows_of_requests_that_are_gone_can_be_let_go_of_without_feeding_anyone() -> None:
-    waiting = WaitingRows()
-    waiting.drop_gone()
-    waiting.add(rows(("a", [1, 2]), ("b", [7])))
-    waiting.forget("a")
-    waiting.drop_gone()
-    assert len(waiting) == 1
-    waiting.forget("b")
-    waiting.drop_gone()
-    assert len(waiting) == 0 and waiting.request_ids() == []
-
-
 def test_of_each_request_the_first_rows_are_kept_and_of_some_none() -> None:
     counts, index = np.asarray([2, 1, 3]), np.asarray([0, 1, 4, 5, 7, 8])
     names, kept, left = first_rows(["a", "", "c"], counts, np.asarray([2, 0, 1]), index)
@@ -72,18 +43,10 @@ def test_of_each_request_the_first_rows_are_kept_and_of_some_none() -> None:
     assert names == [] and not len(kept) and not len(left)
 
 
-def test_a_request_that_is_gone_leaves_no_rows_even_if_it_comes_back() -> None:
-    waiting = WaitingRows()
-    waiting.add(rows(("a", [1, 2]), ("b", [7])))
-    waiting.forget("a")
-    assert waiting.request_ids() == ["b"]
-    waiting.add(rows(("a", [1])))
-    assert taken(waiting, "a", "b") == {"a": [1], "b": [7]}
-
-
-@given(st.data())
-def test_whatever_comes_and_goes_each_request_gets_its_own_rows_once_and_memory_is_counted(data: st.DataObject) -> None:
-    most = data.draw(st.sampled_from([1, 3, proposing.MOST_PARTS]))
+@given(st.sampled_from([1, 3, proposing.MOST_PARTS]), st.data())
+def test_whatever_comes_and_goes_each_request_gets_its_own_rows_once_in_order_and_memory_is_counted(
+    most: int, data: st.DataObject
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(proposing, "MOST_PARTS", most)
         _comes_and_goes(data)
@@ -112,7 +75,7 @@ def _comes_and_goes(data: st.DataObject) -> None:
         else:
             waiting.drop_gone()
             assert len(waiting) == sum(map(len, expected.values()))
-        assert sorted(waiting.request_ids()) == sorted(expected)
+        assert waiting.request_ids() == list(expected)
         # a hidden state is one float32 here
         assert waiting.num_bytes == 4 * len(waiting)
 
@@ -139,10 +102,7 @@ def test_requests_with_more_than_one_row_that_was_not_drafted_have_prompts() -> 
 
 @given(st.lists(st.tuples(st.integers(1, 4), tree_parents(6)), min_size=1, max_size=4), st.data())
 def test_known_rows_and_accepted_ones_hold(requests: list[tuple[int, list[int]]], data: st.DataObject) -> None:
-    ids = [str(i) for i in range(len(requests))]
-    flat = chains(ids, [[0] * len(parents) for _, parents in requests])
-    parents = np.asarray([p for _, own in requests for p in own], dtype=np.int32)
-    trees = TreeBatch(ids, flat.node_start, flat.token_ids, parents, flat.log_q, flat.source, np.zeros_like(flat.depth))
+    trees = batch_of([tree_of(own, [0] * len(own), [1.0] * len(own)) for _, own in requests])
     accepted: list[list[int]] = []
     for _, own in requests:
         path, node = [], -1

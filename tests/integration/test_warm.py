@@ -4,8 +4,6 @@ import os
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from tests import warm
 
 LOOK = """

@@ -29,14 +29,19 @@ STOCK = ("vllm.v1.worker.cpu_worker.CPUWorker", None, 128, {})
 OURS = (CPU_V1.worker, CPU_V1.scheduler, 32, {"spec_rollout": SpecRolloutConfig(max_draft_tokens=8).as_dict()})
 
 
-def parsed(model, *flags):
-    from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+def arguments(model, *flags):
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = FlexibleArgumentParser()
     AsyncEngineArgs.add_cli_args(parser)
-    args = parser.parse_args(["--model", model, "--skip-tokenizer-init", *flags])
-    return EngineArgs.from_cli_args(args)
+    return parser.parse_args(["--model", model, "--skip-tokenizer-init", *flags])
+
+
+def parsed(model, *flags):
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs.from_cli_args(arguments(model, *flags))
 
 
 def test_keyword_flag_additional_config_and_environment_mean_the_same(make, model, monkeypatch, tmp_path):
@@ -61,12 +66,9 @@ def test_keyword_flag_additional_config_and_environment_mean_the_same(make, mode
 
 
 def test_parsed_flags_keep_the_configuration_for_processes_that_load_plugins_later(model):
-    from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.engine.arg_utils import EngineArgs
 
-    parser = FlexibleArgumentParser()
-    AsyncEngineArgs.add_cli_args(parser)
-    args = parser.parse_args(["--model", model, "--skip-tokenizer-init", "--spec-rollout", '{"max_draft_tokens": 8}'])
+    args = arguments(model, "--spec-rollout", '{"max_draft_tokens": 8}')
     EngineArgs.from_cli_args(args)
     del args.spec_rollout  # such a process has no wrapper that would read it
     assert engine_of(EngineArgs.from_cli_args(args).create_engine_config()) == OURS
@@ -100,9 +102,9 @@ def test_switched_off_the_configuration_is_the_one_stock_vllm_makes(make, model)
     assert str(ours).replace(ours.instance_id, "") == str(stock).replace(stock.instance_id, "")
 
 
-def test_switched_on_attention_is_row_invariant_and_the_next_stock_engine_is_stock_again(make):
+def test_switched_on_one_variable_is_set_for_row_invariant_attention_and_the_next_stock_engine_is_stock_again(make):
     make(spec_rollout=True).create_engine_config()
-    assert os.environ["VLLM_CPU_ATTN_SPLIT_KV"] == "0"
+    assert os.environ["VLLM_CPU_ATTN_SPLIT_KV"] == "0" and "VLLM_USE_V2_MODEL_RUNNER" not in os.environ
     make().create_engine_config()
     assert "VLLM_CPU_ATTN_SPLIT_KV" not in os.environ
 
@@ -120,17 +122,11 @@ def test_engine_arguments_may_be_used_twice(make):
     assert args.worker_cls == "auto" and args.scheduler_cls is None and args.block_size is None
 
 
-@pytest.mark.parametrize("kwargs, size", [({}, 32), ({"block_size": 64}, 64)])
-def test_a_block_size_the_user_gave_is_kept(make, kwargs, size):
+@pytest.mark.parametrize(
+    "kwargs, size", [({}, 32), ({"block_size": 64}, 64), ({"num_gpu_blocks_override": 30}, STOCK[2])], ids=str
+)
+def test_blocks_are_as_small_as_ours_unless_the_user_gave_their_size_or_number(make, kwargs, size):
     assert make(spec_rollout={}, **kwargs).create_engine_config().cache_config.block_size == size
-
-
-def test_a_number_of_blocks_the_user_gave_is_meant_in_vllms_blocks(make):
-    stock, ours = (
-        make(num_gpu_blocks_override=30, spec_rollout=given).create_engine_config().cache_config.block_size
-        for given in (None, {})
-    )
-    assert ours == stock
 
 
 def test_the_users_other_additional_config_stays(make):
@@ -204,6 +200,7 @@ def test_metrics_of_each_request_reach_the_scheduler_past_vllms_check(make):
     assert args.per_request_spec_decode_metrics == "detailed"
 
 
+POOLING = dict(runner="pooling", convert="embed")
 REFUSED = {
     "speculative config": dict(speculative_config={"model": "head", "num_speculative_tokens": 3}, spec_tokens=4),
     "pipeline parallel": dict(pipeline_parallel_size=2),
@@ -221,7 +218,7 @@ REFUSED = {
     "a drafter nowhere": dict(spec_rollout={"drafters": ["no.such:Drafter"]}),
     "a history nowhere": dict(spec_rollout={"history": {"dir": "/proc/none"}}),
     "a recording nowhere": dict(spec_rollout={"record": "/proc/none/t.zst"}),
-    "pooling model": dict(runner="pooling", convert="embed"),
+    "pooling model": POOLING,
     "unknown key": dict(additional_config={"spec_rollout": {"max_draft_token": 8}}, spec_rollout=None),
 }
 
@@ -241,9 +238,6 @@ def test_every_refusal_by_vllms_own_arguments_reads_as_recorded(make, recorded, 
     monkeypatch.setenv("VLLM_SPEC_ROLLOUT", "/no/such/file")
     text += "\n" + render_refusals({"unreadable environment": lambda: make().create_engine_config()})
     assert text == recorded(Path(__file__).with_name("refusals.txt"), text)
-
-
-POOLING = dict(runner="pooling", convert="embed")
 
 
 @pytest.mark.parametrize(
@@ -295,11 +289,6 @@ def test_where_vllm_would_run_its_v2_runner_on_cpu_ours_is_the_v1_one(make, monk
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(UnsupportedError, match="asks for vLLM's V2 model runner; on CPU, spec rollout runs the V1 one"):
         args.create_engine_config()
-
-
-def test_where_vllm_itself_runs_its_v1_runner_no_variable_is_set(make):
-    make(spec_rollout=True).create_engine_config()
-    assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ
 
 
 def test_a_flag_that_vllm_drops_on_cpu_is_no_error(make):

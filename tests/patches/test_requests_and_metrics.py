@@ -22,13 +22,20 @@ def validate(extra_args, is_on=True, prompt=None, **params):
     return wrapped(processor, "name", prompt) is wrapped(processor, "name", prompt=prompt) is request
 
 
-@pytest.mark.parametrize("options", [None, {}, '{"problem_id": "aime-7"}', {"enabled": False, "max_draft_tokens": 0}])
-def test_a_request_with_good_options_goes_to_the_engine(options):
-    assert validate({"spec_rollout": options})
-
-
-def test_a_seeded_answer_may_be_resumed():
-    assert validate({"spec_rollout": {"resume": {"prompt_tokens": 2, "answer_tokens": 1}}}, seed=1)
+@pytest.mark.parametrize(
+    "extra_args",
+    [
+        None,
+        {"other": 1},
+        {"spec_rollout": None},
+        {"spec_rollout": '{"problem_id": "aime-7"}'},
+        {"spec_rollout": {"enabled": False, "max_draft_tokens": 0}},
+        {"spec_rollout": {"resume": {"prompt_tokens": 2, "answer_tokens": 1}}},
+    ],
+    ids=str,
+)
+def test_a_request_without_options_or_with_good_ones_goes_to_the_engine(extra_args):
+    assert validate(extra_args, seed=1)
 
 
 @pytest.mark.parametrize(
@@ -59,20 +66,7 @@ def test_where_spec_rollout_is_off_no_answer_is_resumed_in_silence():
         validate({"spec_rollout": {"resume": {"prompt_tokens": 2}}}, is_on=False, seed=1)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"problem": "x"},
-        "{",
-        3,
-        {"max_draft_tokens": 1000},
-        {"resume": {"prompt_tokens": 2}},
-        {"problem_id": "x" * 257},
-        {"problem_id": "\ud800"},
-        pytest.param("[" * 100_000, id="deep"),
-        pytest.param('{"max_draft_tokens":' + "9" * 5000 + "}", id="many digits"),
-    ],
-)
+@pytest.mark.parametrize("options", [{"problem": "x"}, {"max_draft_tokens": 1000}, {"resume": {"prompt_tokens": 2}}])
 def test_a_mistake_in_a_request_is_answered_with_400_before_it_reaches_the_engine(options):
     from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
@@ -87,24 +81,18 @@ def test_switched_off_options_are_accepted_and_ignored():
     assert validate({"spec_rollout": {"problem": "x"}}, is_on=False)
 
 
-def test_other_extra_args_and_requests_without_any_pass():
-    assert validate({"other": 1}) and validate(None)
-
-
 @pytest.fixture
 def prometheus():
-    """A registry without vLLM's metrics, before and after."""
+    """Sums in a registry without vLLM's metrics, before and after."""
+    from prometheus_client import REGISTRY
     from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
+    def total(name):
+        return sum(sample.value for metric in REGISTRY.collect() for sample in metric.samples if sample.name == name)
+
     unregister_vllm_metrics()
-    yield lambda name: _sample(name)
+    yield total
     unregister_vllm_metrics()
-
-
-def _sample(name):
-    from prometheus_client import REGISTRY
-
-    return sum(sample.value for metric in REGISTRY.collect() for sample in metric.samples if sample.name == name)
 
 
 def test_switched_on_vllms_own_counters_count_our_drafts(make, prometheus):
@@ -116,10 +104,8 @@ def test_switched_on_vllms_own_counters_count_our_drafts(make, prometheus):
     stats = SpecDecodingStats.new(8)
     stats.observe_draft(num_draft_tokens=8, num_accepted_tokens=3)
     logger.record(SchedulerStats(spec_decoding_stats=stats), None)
-    assert prometheus("vllm:spec_decode_num_drafts_total") == 1
-    assert prometheus("vllm:spec_decode_num_draft_tokens_total") == 8
-    assert prometheus("vllm:spec_decode_num_accepted_tokens_total") == 3
-    assert prometheus("vllm:spec_decode_num_accepted_tokens_per_pos_total") == 3
+    counts = {"drafts": 1, "draft_tokens": 8, "accepted_tokens": 3, "accepted_tokens_per_pos": 3}
+    assert {name: prometheus(f"vllm:spec_decode_num_{name}_total") for name in counts} == counts
 
 
 def test_switched_off_there_are_no_such_counters(make, prometheus):
@@ -129,21 +115,9 @@ def test_switched_off_there_are_no_such_counters(make, prometheus):
     assert not logger.spec_decoding_prom.spec_decoding_enabled
 
 
-def test_the_log_line_needs_no_configuration():
-    from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingStats
-
-    stats = SpecDecodingStats.new(8)
-    stats.observe_draft(num_draft_tokens=8, num_accepted_tokens=3)
-    log = SpecDecodingLogging()
-    log.observe(stats)
-    lines = []
-    log.log(lambda text, *values: lines.append(text % values))
-    assert "Mean acceptance length: 4.00" in lines[0]
-
-
 @pytest.mark.parametrize("key", ["spec-rollout", "specrollout", "SpecRollout", "SPEC_ROLLOUT"])
 def test_a_key_that_is_ours_but_for_its_spelling_is_an_error_where_drafts_are_on(key):
     with pytest.raises(ConfigError, match=f"unknown key `{key}`") as error:
         validate({key: {"enabled": False}})
     assert error.value.hint == "did you mean `spec_rollout`?"
-    assert validate({key: {"enabled": False}}, is_on=False) and validate({"other": 1})
+    assert validate({key: {"enabled": False}}, is_on=False)

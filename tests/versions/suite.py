@@ -16,15 +16,8 @@ from vllm_specrollout.patches import features
 from vllm_specrollout.patches.features import Features
 
 FEATURES = (
-    "greedy",
-    "temperature 1",
-    "top_k and top_p",
-    "repetition penalty",
-    "all penalties, greedy",
-    "logprobs",
-    "n 3",
-    "regex",
-    "stop strings",
+    *("greedy", "temperature 1", "top_k and top_p", "repetition penalty", "all penalties, greedy", "logprobs", "n 3"),
+    *("regex", "stop strings"),
 )
 SHAPES = ("tree", "chain")
 MODELS = ("draft_model", "eagle3")

@@ -99,28 +99,18 @@ def test_what_is_for_another_version_is_not_checked(stock: Tree, tmp_path: Path)
         assert len(list(Ours(file, ROW).problems(stock))) == problems
 
 
-@pytest.fixture
-def for_cuda() -> Path:
+def test_all_python_of_vllms_is_the_same_for_cuda() -> None:
+    """So what tests run on a CPU is what runs on a GPU, but for what is compiled and what only CPUs run."""
     if reason := cuda_wheel.missing():
         pytest.skip(reason)
-    return cuda_wheel.FOLDER / supported.USUAL
-
-
-def test_every_known_definition_is_the_same_for_cuda(for_cuda: Path) -> None:
-    assert supported.mismatches(supported.USUAL, for_cuda) == []
-    entry = supported.table()[supported.USUAL]
-    recorded = {**entry["patched"], **entry["assumed"]}
-    assert supported.fingerprints(recorded, for_cuda) == recorded
-
-
-def test_all_python_of_vllms_is_the_same_for_cuda(for_cuda: Path) -> None:
-    """So what tests run on a CPU is what runs on a GPU, but for what is compiled and what only CPUs run."""
-    here = Path(str(supported._module_file("vllm"))).parent
 
     def sources(package: Path) -> dict[str, bytes]:
         return {str(file.relative_to(package)): file.read_bytes() for file in package.rglob("*.py")}
 
-    cpu, cuda = sources(here), sources(for_cuda / "vllm")
+    cpu, cuda = (
+        sources(Path(str(supported._module_file("vllm"))).parent),
+        sources(cuda_wheel.FOLDER / supported.USUAL / "vllm"),
+    )
     differing = {name for name in cpu.keys() & cuda.keys() if cpu[name] != cuda[name]}
     # how vLLM finds its own version, and stand-ins for Triton's kernels on a CPU
     assert differing == {"_version.py", "platforms/__init__.py", "utils/cpu_triton_utils.py"}

@@ -24,6 +24,7 @@ from vllm_specrollout.server.wrappers import accept_dropped_keyword, stop_at_onc
 TESTED = Path(__file__).with_name("tested.json")
 RUNS = [(version, runner) for version, row in features.TABLE.items() for runner in row.runners]
 WITH_MODELS = [(version, runner) for version, runner in RUNS if models_of(features.TABLE[version], runner)]
+SUITES = [*((*run, "shapes") for run in RUNS), *((*run, "models") for run in WITH_MODELS)]
 
 
 @pytest.fixture
@@ -67,6 +68,8 @@ def test_every_definition_of_a_version_is_as_recorded(version: str, tree: Path |
     entry = supported.table()[version]
     recorded = {**entry["patched"], **entry["assumed"]}
     assert supported.fingerprints(recorded, tree) == recorded
+    found = [target for target, value in recorded.items() if value != supported.NOT_FOUND]
+    assert set(entry["files"]) == {target.partition(":")[0] for target in found}
 
 
 @pytest.mark.versions
@@ -106,46 +109,29 @@ def _python(version: str, *arguments: str, **chosen: str) -> subprocess.Complete
     return subprocess.run(command, env=environment, cwd=trees.ROOT, capture_output=True, text=True, timeout=1500)
 
 
-def _run(version: str, *what: str) -> dict[str, Any]:
+@pytest.mark.versions
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("version", "runner", "what"), SUITES)
+def test_whatever_drafts_the_tokens_are_those_of_that_versions_stock(
+    version: str, runner: str, what: str, tree: Path | None, request: pytest.FixtureRequest
+) -> None:
     chosen = {"VLLM_PLUGINS": "spec_rollout", envs.STRICT: "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    run = _python(version, "-m", "tests.versions.suite", *what, **chosen)
+    run = _python(version, "-m", "tests.versions.suite", runner, what, **chosen)
     assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads(run.stdout.splitlines()[-1])
-
-
-@pytest.mark.versions
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("version", "runner"), RUNS)
-def test_drafts_yield_the_tokens_of_that_versions_stock(
-    version: str, runner: str, tree: Path | None, request: pytest.FixtureRequest
-) -> None:
-    result = _run(version, runner)
-    assert (result["vllm"], result["runner"]) == (version, runner)
-    assert result["failures"] == []
-    assert all(result["accepted"][shape] > 0 for shape in SHAPES) and result["branches"] > 0
-    if request.config.getoption("--update-snapshots"):
-        _remember(version, runner, {key: result[key] for key in ("features", "requests", "tokens")}, result["ties"])
-
-
-@pytest.mark.versions
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("version", "runner"), WITH_MODELS)
-def test_models_draft_and_the_tokens_are_that_versions_stocks(
-    version: str, runner: str, tree: Path | None, request: pytest.FixtureRequest
-) -> None:
-    result = _run(version, runner, "models")
-    kinds = models_of(features.TABLE[version], runner)
+    result = json.loads(run.stdout.splitlines()[-1])
+    kinds = models_of(features.TABLE[version], runner) if what == "models" else SHAPES
     assert (result["vllm"], result["runner"]) == (version, runner)
     assert result["failures"] == []
     assert set(result["accepted"]) == set(kinds) and min(result["accepted"].values()) > 0 and result["branches"] > 0
     if request.config.getoption("--update-snapshots"):
-        row = {"kinds": list(kinds), "requests": result["requests"], "tokens": result["tokens"]}
-        _remember(version, f"{runner} models", row, result["ties"])
+        row = {"kinds": list(kinds)} if what == "models" else {"features": result["features"]}
+        row |= {"requests": result["requests"], "tokens": result["tokens"], "ties": len(result["ties"])}
+        _remember(version, runner if what == "shapes" else f"{runner} models", row)
 
 
-def _remember(version: str, what: str, row: dict[str, Any], ties: list[str]) -> None:
+def _remember(version: str, what: str, row: dict[str, Any]) -> None:
     known = json.loads(TESTED.read_text(encoding="utf-8")) if TESTED.exists() else {}
-    known.setdefault(version, {})[what] = row | {"ties": len(ties)}
+    known.setdefault(version, {})[what] = row
     ordered = {one: dict(sorted(known[one].items())) for one in sorted(known)}
     TESTED.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
 

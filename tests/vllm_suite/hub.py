@@ -17,19 +17,8 @@ if TYPE_CHECKING:
 
 VOCAB, HIDDEN = 32_000, 128
 SPECIALS = [
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<s>",
-    "</s>",
-    "<unk>",
-    "<pad>",
-    "<|begin_of_text|>",
-    "<|eot_id|>",
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>", "<unk>", "<pad>", "<|begin_of_text|>"),
+    *("<|eot_id|>", "<think>", "</think>", "<tool_call>", "</tool_call>"),
 ]
 TEMPLATE = (
     "{%- for message in messages -%}<|im_start|>{{ message['role'] }}\n"
