@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from bench.replay.synthetic import TracePlan, make_trace
-from tests.unit.budgets.builders import batch, chains, record, step
+from tests.unit.budgets.builders import batch, chains, record, timing
 from tests.unit.replay import gate
 from vllm_specrollout.budgets.fixed import OffBudget
 from vllm_specrollout.budgets.goodput import COLD, CREDIT, LEAST, SHARE, SPELL, Acceptance, GoodputBudget
@@ -11,14 +11,14 @@ from vllm_specrollout.replay.simulate import Result, replay
 from vllm_specrollout.types import StepPlan, StepRecord, StepTiming, empty_trees
 
 
-def timing(num_requests: int, num_nodes: int) -> StepTiming:
-    return step(num_requests, num_nodes, 10.0 + 0.1 * (num_requests + num_nodes))
+def decoded(num_nodes: int) -> StepTiming:
+    return timing(8, num_nodes, 10.0 + 0.1 * (8 + num_nodes))
 
 
 def experienced() -> GoodputBudget:
     """One that knows what steps of eight requests cost."""
     budget = GoodputBudget(8, 8)
-    budget.seed([timing(8, nodes) for nodes in (0, 8, 32, 64) * 10])
+    budget.seed([decoded(nodes) for nodes in (0, 8, 32, 64) * 10])
     return budget
 
 
@@ -29,7 +29,7 @@ def choose(budget: GoodputBudget, probability: float, length: int = 8, draft_ms:
 
 def plainly(ms: float) -> StepRecord:
     """A step without drafts that took so long."""
-    return record(empty_trees([f"r{i}" for i in range(8)]), [0] * 8, step(8, 0, ms))
+    return record(empty_trees([f"r{i}" for i in range(8)]), [0] * 8, timing(8, 0, ms))
 
 
 def run(plan: TracePlan, budget: OffBudget | None = None) -> Result:
@@ -95,7 +95,7 @@ def test_plain_decoding_is_measured_again_in_a_spell_once_that_may_lose_so_much(
 def test_the_first_plain_steps_behind_drafts_do_not_count() -> None:
     budget = experienced()
     before = budget.cost.plain_ms(8)
-    budget.observe(record(chains(8, 8, 0.9), [7] * 8, timing(8, 64)))
+    budget.observe(record(chains(8, 8, 0.9), [7] * 8, decoded(64)))
     for _ in range(COLD):
         budget.observe(plainly(2.0 * before))
     assert budget.cost.plain_ms(8) == pytest.approx(before, rel=0.01)
