@@ -1,5 +1,3 @@
-"""The bandit: tries everything once, settles on the best, notices changes, and repeats itself under a seed."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
