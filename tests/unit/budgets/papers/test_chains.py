@@ -1,5 +1,3 @@
-"""Acceptance of chains: what was tried, how it fades, and how sure it is."""
-
 import math
 
 import numpy as np
