@@ -1,5 +1,3 @@
-"""DAS: classes by what answers still need, and a budget that counts all that drafts."""
-
 import numpy as np
 import pytest
 
