@@ -1,5 +1,3 @@
-"""FastGRPO: equations 1 to 3, and a C_peak that is measured while the engine runs."""
-
 import numpy as np
 import pytest
 
