@@ -1,5 +1,3 @@
-"""RhymeRL's window: grows with success, starts over after a rejection, and leaves large batches alone."""
-
 import numpy as np
 import pytest
 
