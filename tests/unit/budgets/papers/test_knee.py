@@ -1,5 +1,3 @@
-"""The knee: found where there is one, through noise; where a line has grown obviously; nothing beyond the data."""
-
 from typing import Any
 
 import numpy as np
