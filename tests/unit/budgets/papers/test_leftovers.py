@@ -1,5 +1,3 @@
-"""No budget remembers requests for ever that nobody told it the end of."""
-
 from dataclasses import replace
 
 import numpy as np
