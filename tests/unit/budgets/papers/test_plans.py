@@ -1,5 +1,3 @@
-"""What all published budgets do alike: stay within what requests allow, and say so when there is nothing to draft."""
-
 import numpy as np
 
 from tests.unit.budgets.papers.builders import requests
