@@ -1,5 +1,3 @@
-"""SpecActor, coupled: the window that maximises tokens per millisecond, re-planned rarely, and own windows."""
-
 import numpy as np
 import pytest
 
