@@ -1,5 +1,3 @@
-"""TLT: off for large batches, strategies by batch, rewards that go to the arm which earned them."""
-
 from dataclasses import replace
 
 import numpy as np
