@@ -43,12 +43,6 @@ class Line(StepCost):
         drafts = self._row * num_nodes + self._branch * branches
         return self.plain_ms(num_requests) + drafts
 
-    def observe(self, timing: StepTiming) -> None:
-        """It knows already."""
-
-    def seed(self, timings: Sequence[StepTiming]) -> None:
-        """It knows already."""
-
 
 def view(name: str = "r", *, generated: int = 2, **kwargs: object) -> RequestView:
     """A request with a prompt of two tokens."""
