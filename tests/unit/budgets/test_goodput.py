@@ -127,11 +127,6 @@ def test_after_thousands_of_weight_updates_what_was_never_drafted_is_taken_at_it
     np.testing.assert_allclose(factors, 1.0)
 
 
-def test_the_same_steps_give_the_same_plans() -> None:
-    plan = TracePlan(requests=12, batch=4, median=30, sibling=0.3, seed=3)
-    assert run(plan) == run(plan)
-
-
 @pytest.mark.parametrize("line", [gate.CPU, gate.GPU, gate.EAGER, gate.KNEE], ids=["cpu", "gpu", "eager", "knee"])
 def test_a_useless_drafter_costs_at_most_three_percent(line: CostLine) -> None:
     plan = TracePlan(requests=24, batch=12, median=150, spread=0.3, acceptance=(0.01,) * 8, told=0.05, cost=line)
