@@ -1,5 +1,3 @@
-"""A clock that went wrong teaches a budget nothing, and stops none."""
-
 import math
 from dataclasses import replace
 
