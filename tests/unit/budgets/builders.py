@@ -36,10 +36,10 @@ def verified(trees: TreeBatch, accepted: Sequence[int]) -> VerifyResult:
     return VerifyResult(np.asarray(accepted, dtype=np.int32), np.asarray(nodes, dtype=np.int32))
 
 
-def step(num_requests: int, num_nodes: int, ms: float, branches: int = 0, **values: object) -> StepTiming:
-    facts = {"is_decode_only": True, **values}
-    rows = num_requests + num_nodes
-    return StepTiming(num_requests, rows, num_nodes, branches, num_requests, ms, **facts)  # type: ignore[arg-type]
+def timing(num_requests: int, num_nodes: int, ms: float, **values: object) -> StepTiming:
+    """A decode step."""
+    facts = {"branches": 0, "tokens": num_requests, "is_decode_only": True, **values}
+    return StepTiming(num_requests, num_requests + num_nodes, num_nodes, step_ms=ms, **facts)  # type: ignore[arg-type]
 
 
 def record(

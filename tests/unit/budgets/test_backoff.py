@@ -1,3 +1,4 @@
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,13 +14,8 @@ def asked_at(steps: int, paid: bool = False) -> list[int]:
     return asked
 
 
-def test_four_failures_in_a_row_begin_a_pause_of_four_steps_then_eight() -> None:
-    assert asked_at(30) == [0, 1, 2, 3, 8, 17]
-
-
-def test_no_pause_is_longer_than_sixty_four_steps() -> None:
-    asked = asked_at(1000)
-    assert asked[-1] - asked[-2] == 65
+def test_four_failures_in_a_row_begin_a_pause_of_four_steps_and_each_next_one_is_twice_as_long_up_to_64() -> None:
+    assert np.diff(asked_at(300)).tolist() == [1, 1, 1, 5, 9, 17, 33, 65, 65, 65]
 
 
 def test_what_pays_is_never_paused() -> None:

@@ -1,7 +1,3 @@
-"""A clock that went wrong teaches a budget nothing, and stops none."""
-
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,12 +1,9 @@
 from vllm_specrollout.budgets.step_cost import CHEAP, Asking, Price
 
 
-def test_nothing_is_known_at_first() -> None:
-    assert Price().of(8) == 0.0
-
-
 def test_each_octave_of_requests_has_its_own_price_and_others_take_the_nearest_ones() -> None:
     price = Price()
+    assert price.of(8) == 0.0, "nothing is known at first"
     price.spent(1, 2.0)
     price.spent(16, 8.0)
     assert [price.of(n) for n in (1, 3, 4, 9, 16, 31, 500)] == [2.0, 2.0, 2.0, 8.0, 8.0, 8.0, 8.0]

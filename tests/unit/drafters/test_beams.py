@@ -1,9 +1,6 @@
-"""Trees of beams are those of the specification, and no worse than a comb of as many nodes."""
-
-from __future__ import annotations
-
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +43,16 @@ def drafted(models: list[Model], depth: int, beam: int, ends: list[list[int]], c
     return trees
 
 
+def assert_best(found: tuple[torch.Tensor, ...], r: int, wanted: list[Any]) -> None:
+    """A request's nodes, and nothing behind them."""
+    (tokens, parents, paths), count = (column[r].tolist() for column in found), len(wanted)
+    rest = [-1] * (len(tokens) - count)
+    assert tokens == [one.token for one in wanted] + rest
+    assert parents == [one.parent for one in wanted] + rest
+    assert paths[:count] == pytest.approx([math.exp(one.joint) for one in wanted], rel=1e-4)
+    assert not any(paths[count:])
+
+
 @given(
     seed=st.integers(0, 10_000),
     requests=st.integers(1, 3),
@@ -63,15 +70,10 @@ def test_trees_are_those_of_the_specification(
     one_end = st.integers(-1, VOCAB - 1)
     ends = data.draw(st.lists(st.lists(one_end, min_size=2, max_size=2), min_size=requests, max_size=requests))
     models = [Model(seed + r, children) for r in range(requests)]
-    tokens, parents, paths = drafted(models, depth, beam, ends, chains).best(torch.tensor(limits), width)
+    found = drafted(models, depth, beam, ends, chains).best(torch.tensor(limits), width)
     for r, model in enumerate(models):
         nodes = reference.grown(model, depth, beam, set(ends[r]), is_chain=chains[r])
-        wanted = reference.best(nodes, min(limits[r], width))
-        count = len(wanted)
-        assert tokens[r].tolist() == [one.token for one in wanted] + [-1] * (width - count)
-        assert parents[r].tolist() == [one.parent for one in wanted] + [-1] * (width - count)
-        assert paths[r, :count].tolist() == pytest.approx([math.exp(one.joint) for one in wanted], rel=1e-4)
-        assert not paths[r, count:].any()
+        assert_best(found, r, reference.best(nodes, min(limits[r], width)))
 
 
 @given(
@@ -91,11 +93,8 @@ def test_combs_are_those_of_the_specification(
         path = (*path, levels[-1][0][0])
     columns = [torch.tensor([[[one[i] for one in level] for level in levels]]) for i in (0, 1)]
     trees = BeamTrees.of_comb(torch.tensor([[end]]), torch.tensor([is_chain]), *columns)
-    tokens, parents, paths = trees.best(torch.tensor([limit]), 30)
     wanted = reference.best(reference.comb(levels, {end}, is_chain=is_chain), limit)
-    assert tokens[0].tolist() == [one.token for one in wanted] + [-1] * (30 - len(wanted))
-    assert parents[0].tolist() == [one.parent for one in wanted] + [-1] * (30 - len(wanted))
-    assert paths[0, : len(wanted)].tolist() == pytest.approx([math.exp(one.joint) for one in wanted], rel=1e-4)
+    assert_best(trees.best(torch.tensor([limit]), 30), 0, wanted)
 
 
 @given(seed=st.integers(0, 10_000), nodes=st.integers(1, 40))

@@ -1,19 +1,17 @@
-"""The weights of a model's log probabilities and of the noise, learned from what the target took."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 
 from vllm_specrollout.drafters.coupling import FIRST, MOST, WORST, Coupling, Likeliest
 
-VOCAB = 40
+
+def flags(count: int, value: bool = False) -> torch.Tensor:
+    return torch.full((count,), value)
 
 
-def drawn(count: int, a: float, b: float, seed: int = 0, vocab: int = VOCAB) -> tuple[Likeliest, torch.Tensor]:
+def drawn(count: int, a: float, b: float, seed: int = 0) -> tuple[Likeliest, torch.Tensor]:
     """Rows, and the tokens of a target that takes them with probability softmax(a log q + b g)."""
     generator = torch.Generator().manual_seed(seed)
-    rows = Likeliest.of(torch.randn(count, vocab, generator=generator) * 2.5)
+    rows = Likeliest.of(torch.randn(count, 40, generator=generator) * 2.5)
     uniform = torch.rand(count, rows.noise.shape[1] - 1, generator=generator).clamp(1e-9, 1 - 1e-7)
     rows.noise[:, :-1] = -(-uniform.log()).log()
     place = (a * rows.log_q + b * rows.noise).softmax(-1).multinomial(1, generator=generator)[:, 0]
@@ -25,7 +23,7 @@ def learned(rows: Likeliest, taken: torch.Tensor, is_greedy: bool = False, of: C
     for begin in range(0, len(taken), 50):
         own = slice(begin, begin + 50)
         part = Likeliest(rows.tokens[own], rows.log_q[own], rows.noise[own])
-        coupling.observe(part, torch.full((len(taken[own]),), is_greedy), taken[own])
+        coupling.observe(part, flags(len(taken[own]), is_greedy), taken[own])
     return coupling
 
 
@@ -41,7 +39,7 @@ def test_of_greedy_requests_the_weight_of_the_noise_is_none_and_others_learn_not
     coupling = learned(rows, taken, is_greedy=True)
     assert coupling.sampled == pytest.approx(FIRST)
     assert coupling._weights[0].tolist() == [pytest.approx(1.5, abs=0.15), 0.0]
-    known = coupling.log_probabilities(rows, torch.ones(len(taken), dtype=torch.bool))
+    known = coupling.log_probabilities(rows, flags(len(taken), True))
     assert torch.allclose(known, (coupling._weights[0, 0] * rows.log_q).log_softmax(-1))
 
 
@@ -52,14 +50,14 @@ def test_a_copy_of_the_target_is_trusted_ever_more_and_its_token_is_the_one_draf
     coupling = learned(rows, taken)
     a, b = coupling.sampled
     assert 2.5 < a <= MOST and b / a == pytest.approx(1.0, abs=0.1)
-    known = coupling.log_probabilities(rows, torch.zeros(len(taken), dtype=torch.bool))
+    known = coupling.log_probabilities(rows, flags(len(taken)))
     assert (known[:, :-1].argmax(dim=1) == best).float().mean() > 0.98
 
 
 def test_probabilities_are_those_by_which_tokens_are_taken() -> None:
     rows, taken = drawn(16000, 1.3, 0.5)
     coupling = learned(rows, taken)
-    known = coupling.log_probabilities(rows, torch.zeros(len(taken), dtype=torch.bool)).exp()
+    known = coupling.log_probabilities(rows, flags(len(taken))).exp()
     likely, place = known[:, :-1].max(dim=1)
     hit = rows.tokens.gather(1, place[:, None])[:, 0] == taken
     for tenth in range(10):
@@ -78,15 +76,15 @@ def test_likely_tokens_alone_are_told_apart_and_the_rest_is_one() -> None:
 
 
 def test_what_is_no_number_teaches_nothing() -> None:
-    rows, taken = drawn(100, 1.0, 0.5)
+    (rows, taken), none = drawn(100, 1.0, 0.5), flags(100)
     coupling = learned(rows, taken)
     before = coupling._weights.clone()
     bad = Likeliest(rows.tokens, torch.full_like(rows.log_q, torch.nan), rows.noise)
-    coupling.observe(bad, torch.zeros(100, dtype=torch.bool), taken)
-    coupling.observe(rows, torch.zeros(100, dtype=torch.bool), taken, torch.zeros(100, dtype=torch.bool))
+    coupling.observe(bad, none, taken)
+    coupling.observe(rows, none, taken, none)
     assert torch.equal(coupling._weights, before)
     rows.log_q[3] = torch.nan
-    coupling.observe(rows, torch.zeros(100, dtype=torch.bool), taken)
+    coupling.observe(rows, none, taken)
     assert torch.isfinite(coupling._weights).all() and not torch.equal(coupling._weights, before)
 
 
@@ -106,7 +104,7 @@ def test_pinned_weights_stay_and_what_was_learned_comes_back() -> None:
     before = coupling.sampled
     coupling.pin(1.0, 1.0)
     learned(rows, taken, of=coupling)
-    known = coupling.log_probabilities(rows, torch.zeros(500, dtype=torch.bool))
+    known = coupling.log_probabilities(rows, flags(500))
     assert torch.allclose(known, (rows.log_q + rows.noise).log_softmax(-1))
     coupling.unpin()
     assert coupling.sampled == before

@@ -1,9 +1,6 @@
-"""The history drafter: who may draft for whom, and since when."""
-
-from __future__ import annotations
-
+import json
 from collections.abc import Iterator
-from concurrent.futures import Executor, Future
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +9,8 @@ import pytest
 from tests.drafters import ask
 from tests.reference.trees import check
 from tests.unit.history.stored import answers_in
+from tests.unit.history.texts_device import Later
+from vllm_specrollout._core import HistoryIndex
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.history.answers import RewardOutcome
@@ -19,43 +18,18 @@ from vllm_specrollout.history.index_cache import IndexCache
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.types import Answer, FinishReason, RequestView
 
-_core = pytest.importorskip("vllm_specrollout._core")
-
 PROMPT = [900, 901, 902, 903]
 ANSWER = list(range(100, 140))
-
-
-class _Later(Executor):
-    """Runs what it is given when told to."""
-
-    def __init__(self) -> None:
-        self._tasks: list[Any] = []
-
-    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        self._tasks.append(lambda: fn(*args, **kwargs))
-        return Future()
-
-    def run(self) -> None:
-        while self._tasks:
-            self._tasks.pop(0)()
 
 
 class _Drafter(HistoryDrafter):
     """Whose indices are built when told to."""
 
-    executor: _Later
-
-
-def _drafter(**settings: Any) -> _Drafter:
-    config = HistoryConfig(**settings)
-    store, executor = HistoryStore(config), _Later()
-
-    def make_index() -> Any:
-        return _core.HistoryIndex(min_match=config.min_match, max_match=config.max_match, max_matches=32)
-
-    drafter = _Drafter(config, store=store, cache=IndexCache(config, store, make_index, executor))
-    drafter.executor = executor
-    return drafter
+    def __init__(self, **settings: Any) -> None:
+        config = HistoryConfig(**settings)
+        store, self.executor = HistoryStore(config), Later()
+        make_index = partial(HistoryIndex, min_match=config.min_match, max_match=config.max_match, max_matches=32)
+        super().__init__(config, store=store, cache=IndexCache(config, store, make_index, self.executor))
 
 
 def _view(name: str, output: list[int], problem_id: str = "p", prompt: list[int] = PROMPT) -> RequestView:
@@ -73,15 +47,15 @@ def _drafts(drafter: _Drafter, *views: RequestView, is_built: bool = True) -> li
     return [tree.token_ids.tolist() for tree in trees]
 
 
-def _finish(drafter: _Drafter, name: str, output: list[int], problem_id: str = "p") -> None:
-    tokens = np.asarray(output, np.int32)
-    drafter.finish(Answer(name, problem_id, np.asarray(PROMPT, np.int32), tokens, FinishReason.FINISHED, name=name))
+def _finish(drafter: _Drafter, name: str, output: list[int]) -> None:
+    prompt, tokens = np.asarray(PROMPT, np.int32), np.asarray(output, np.int32)
+    drafter.finish(Answer(name, "p", prompt, tokens, FinishReason.FINISHED, name=name))
     drafter.forget(name)
 
 
 @pytest.fixture
 def drafter() -> Iterator[_Drafter]:
-    made = _drafter()
+    made = _Drafter()
     yield made
     made.close()
 
@@ -98,7 +72,7 @@ def test_a_finished_sibling_drafts_to_its_end_and_not_beyond(drafter: _Drafter) 
 
 
 def test_without_siblings_only_past_epochs_and_the_request_itself_draft() -> None:
-    drafter = _drafter(siblings=False)
+    drafter = _Drafter(siblings=False)
     _drafts(drafter, _view("a", ANSWER))
     _finish(drafter, "a", ANSWER)
     assert _drafts(drafter, _view("b", ANSWER[:10])) == [[]]
@@ -109,7 +83,7 @@ def test_without_siblings_only_past_epochs_and_the_request_itself_draft() -> Non
 
 
 def test_an_answer_drafts_for_as_many_epochs_as_are_kept() -> None:
-    drafter = _drafter(epochs=2)
+    drafter = _Drafter(epochs=2)
     _drafts(drafter, _view("a", ANSWER[:4]))
     _finish(drafter, "a", ANSWER)
     found = []
@@ -121,12 +95,12 @@ def test_an_answer_drafts_for_as_many_epochs_as_are_kept() -> None:
 
 
 def test_problems_do_not_draft_for_each_other() -> None:
-    drafts = _drafts(_drafter(), _view("a", ANSWER, "p"), _view("b", ANSWER[:10], "q", [5, 6, 7]))
+    drafts = _drafts(_Drafter(), _view("a", ANSWER, "p"), _view("b", ANSWER[:10], "q", [5, 6, 7]))
     assert not drafts[1]
 
 
 def test_the_first_tokens_are_drafted_from_the_prompts_end() -> None:
-    drafter = _drafter()
+    drafter = _Drafter()
     _finish(drafter, "a", ANSWER)
     drafter.begin_epoch()
     assert _drafts(drafter, _view("b", []))[0] == ANSWER[:8]
@@ -152,8 +126,7 @@ def test_an_answer_that_was_never_drafted_for_is_kept_all_the_same(drafter: _Dra
 
 
 def test_a_request_that_ended_without_a_token_runs_no_longer_and_leaves_no_answer(drafter: _Drafter) -> None:
-    view = RequestView("gone", np.asarray(PROMPT, np.int32), len(PROMPT), 100, problem_id="p", name="gone")
-    drafter.admit(view)
+    drafter.admit(_view("gone", []))
     assert drafter.report_reward(["gone"], 1.0) is RewardOutcome.EARLY
     nothing = np.zeros(0, np.int32)
     drafter.finish(Answer("gone", "p", nothing, nothing, FinishReason.ABORTED, name="gone"))
@@ -162,7 +135,7 @@ def test_a_request_that_ended_without_a_token_runs_no_longer_and_leaves_no_answe
 
 
 def test_while_an_index_is_built_its_requests_go_without_drafts() -> None:
-    drafter = _drafter()
+    drafter = _Drafter()
     _finish(drafter, "a", ANSWER)
     drafter.begin_epoch()
     assert _drafts(drafter, _view("b", ANSWER[:10]), is_built=False) == [[]]
@@ -176,25 +149,19 @@ def test_chains_are_chains(drafter: _Drafter) -> None:
     assert tree.parents.tolist() == list(range(-1, tree.size - 1))
 
 
-def test_of_two_branches_the_one_with_the_reward_comes_first() -> None:
-    for good, first in (("a", 4), ("b", 9)):
-        drafter = _drafter()
-        _drafts(drafter, _view("a", [1, 2, 3, 4, 5, 6]), _view("b", [1, 2, 3, 9, 8, 7]))
-        _finish(drafter, "a", [1, 2, 3, 4, 5, 6])
-        _finish(drafter, "b", [1, 2, 3, 9, 8, 7])
+@pytest.mark.parametrize("is_early", [True, False], ids=["before their ends, among siblings", "in the next epoch"])
+@pytest.mark.parametrize(("good", "first"), [("a", 4), ("b", 9)])
+def test_of_two_branches_the_one_with_the_reward_comes_first(good: str, first: int, is_early: bool) -> None:
+    drafter, answers = _Drafter(), {"a": [1, 2, 3, 4, 5, 6], "b": [1, 2, 3, 9, 8, 7]}
+    _drafts(drafter, *(_view(name, own) for name, own in answers.items()))
+    if is_early:
+        drafter.report_reward([good], 5.0)
+    for name, own in answers.items():
+        _finish(drafter, name, own)
+    if not is_early:
         drafter.report_reward([good], 5.0)
         drafter.begin_epoch()
-        assert _drafts(drafter, _view("c", [1, 2, 3]))[0][0] == first
-
-
-def test_a_reward_that_came_before_its_requests_end_counts_among_siblings() -> None:
-    for good, first in (("a", 4), ("b", 9)):
-        drafter = _drafter()
-        _drafts(drafter, _view("a", [1, 2, 3, 4, 5, 6]), _view("b", [1, 2, 3, 9, 8, 7]))
-        drafter.report_reward([good], 5.0)
-        _finish(drafter, "a", [1, 2, 3, 4, 5, 6])
-        _finish(drafter, "b", [1, 2, 3, 9, 8, 7])
-        assert _drafts(drafter, _view("c", [1, 2, 3]))[0][0] == first
+    assert _drafts(drafter, _view("c", [1, 2, 3]))[0][0] == first
 
 
 def test_a_reward_finds_its_request_before_and_after_its_end(drafter: _Drafter) -> None:
@@ -207,18 +174,7 @@ def test_a_reward_finds_its_request_before_and_after_its_end(drafter: _Drafter) 
     assert drafter.report_reward(["nobody"], 2.0) is RewardOutcome.UNKNOWN
 
 
-def test_it_survives_a_restart(tmp_path: Any) -> None:
-    first = _drafter(dir=str(tmp_path))
-    _finish(first, "a", ANSWER)
-    first.close()
-    second = _drafter(dir=str(tmp_path))
-    assert _drafts(second, _view("b", ANSWER[:10]))[0] == ANSWER[10:18]
-    second.close()
-
-
 def test_what_it_says_of_itself_is_plain_json(drafter: _Drafter) -> None:
-    import json
-
     _drafts(drafter, _view("a", ANSWER), _view("b", ANSWER[:10]))
     told = json.loads(json.dumps(drafter.as_dict()))
     assert (told["lookups"], told["hits"], told["hit_rate"]) == (2, 1, 0.5)

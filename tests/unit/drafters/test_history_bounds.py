@@ -1,18 +1,14 @@
-"""What a history drafter keeps of problems that never come back: as much as its limit says, whatever it was asked."""
-
-from __future__ import annotations
-
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.drafters import ask
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.drafters.history import HistoryDrafter
-from vllm_specrollout.types import Answer, DraftLimits, FinishReason, RequestBatch, RequestView
-
-pytest.importorskip("vllm_specrollout._core")
+from vllm_specrollout.types import Answer, FinishReason, RequestView
 
 PROMPT, ANSWER, PROBLEMS = 30, 30, 900
 """Tokens, of which nothing of one problem is in another; and more problems than answers are kept for in 1 MiB."""
@@ -21,15 +17,12 @@ PROMPT, ANSWER, PROBLEMS = 30, 30, 900
 def ask_once(drafter: HistoryDrafter, number: int, tokens: np.ndarray) -> None:
     """A request that is admitted, drafted for on its way, and over."""
     request, problem = f"chatcmpl-{number:032x}-{number:08x}", f"{number * 7919:024x}"
-    name = request[:-9]
-    drafter.admit(RequestView(request, tokens[:PROMPT], PROMPT, 100, problem_id=problem, name=name))
+    view = RequestView(request, tokens[:PROMPT], PROMPT, 100, problem_id=problem, name=request[:-9])
+    drafter.admit(view)
     while drafter.cache.get(problem) is None:  # built by a thread, while an engine decodes
         time.sleep(1e-4)
-    view = RequestView(request, tokens[: PROMPT + ANSWER // 2], PROMPT, 100, problem_id=problem, name=name)
-    batch = RequestBatch.of([view])
-    drafter.propose(batch, DraftLimits(batch.max_nodes.clip(max=8), batch.max_depth.clip(max=8), batch.is_chain))
-    ended = FinishReason.FINISHED
-    drafter.finish(Answer(request, problem, tokens[:PROMPT], tokens[PROMPT:], ended, 0, name))
+    ask(drafter, [replace(view, token_ids=tokens[: PROMPT + ANSWER // 2])], 8, 8)
+    drafter.finish(Answer(request, problem, tokens[:PROMPT], tokens[PROMPT:], FinishReason.FINISHED, 0, view.name))
     drafter.forget(request)
 
 
@@ -42,11 +35,10 @@ def test_answers_and_indices_of_problems_asked_once_stay_within_their_limit(tmp_
             ask_once(drafter, number, rng.integers(0, 150_000, PROMPT + ANSWER).astype(np.int32))
         patience = time.monotonic() + 60.0
         # what is written, and then what there is no room for, is a thread's work
-        while drafter.cache.stats().building or drafter.store.stats().waiting or drafter.store.stats().answers > 768:
-            if time.monotonic() > patience:
-                break
-            time.sleep(1e-4)
         store, cache = drafter.store.stats(), drafter.cache.stats()
+        while (cache.building or store.waiting or store.answers > 768) and time.monotonic() < patience:
+            time.sleep(1e-4)
+            store, cache = drafter.store.stats(), drafter.cache.stats()
         # 768 answers, of which some go at once; 128 indices, and one that is being asked
         assert 700 <= store.answers <= 768 and store.evicted == PROBLEMS - store.answers
         assert 0 < cache.indices <= 129 and cache.num_bytes <= 1 << 20

@@ -1,7 +1,3 @@
-"""Drafters and budgets by their qualified names: made where they are needed, and refused before an engine starts."""
-
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

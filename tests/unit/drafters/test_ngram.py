@@ -1,7 +1,3 @@
-"""What the `ngram` drafter keeps, and for whom there is no room."""
-
-from __future__ import annotations
-
 import numpy as np
 
 from vllm_specrollout._core import HistoryIndex

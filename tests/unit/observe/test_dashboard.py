@@ -1,7 +1,5 @@
 """The dashboard in the docs asks for metrics and labels that engines show."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

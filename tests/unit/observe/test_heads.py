@@ -1,11 +1,10 @@
-"""Heads are judged by their first choices, depth by depth; one that is worse goes back, and one as good stays."""
-
-from __future__ import annotations
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from tests.unit.budgets.builders import chains
+from tests.trees import batch_of, tree_of
+from tests.unit.budgets.builders import chains, verified
 from vllm_specrollout.observe.heads import POSITIONS, Heads, counted, difference
 from vllm_specrollout.types import ROOT, TreeBatch, VerifyResult
 
@@ -16,8 +15,7 @@ REQUESTS = [f"r{i}" for i in range(BATCH)]
 def verdict(*accepted: int, source: int = SOURCE) -> tuple[TreeBatch, VerifyResult]:
     """Chains of requests "r0", "r1", ... of which so many tokens were met."""
     trees = chains(len(accepted), DEPTH, 0.75, source=source)
-    path = np.concatenate([np.arange(count) for count in accepted])
-    return trees, VerifyResult(np.array(accepted, np.int32), path.astype(np.int32))
+    return trees, verified(trees, accepted)
 
 
 def run(heads: Heads, rate: float, positions: int, rng: np.random.Generator) -> int:
@@ -48,10 +46,8 @@ def test_a_position_counts_where_its_parent_holds_and_at_its_depth() -> None:
 
 def test_alternatives_and_other_drafters_nodes_do_not_count() -> None:
     """A comb: the alternative beside the first choice was met, and what hangs on the first choice says nothing."""
-    start, tokens = np.array([0, 3], np.int32), np.array([5, 6, 7], np.int32)
-    parents, sources = np.array([ROOT, ROOT, 0], np.int32), np.array([SOURCE, SOURCE + 1, SOURCE], np.int32)
-    log_q, depth = np.full(3, -0.1, np.float32), np.array([1, 1, 2], np.int32)
-    comb = TreeBatch(["r0"], start, tokens, parents, log_q, sources, depth)
+    sources = np.array([SOURCE, SOURCE + 1, SOURCE], np.int32)
+    comb = batch_of([replace(tree_of([ROOT, ROOT, 0], [5, 6, 7], [0.9] * 3), source=sources)])
     counts = counted(comb, VerifyResult(np.array([1], np.int32), np.array([1], np.int32)), SOURCE)
     assert counts[0].sum() == counts[0, 1] == 1 and not counts[1].any()
     assert not counted(*verdict(2, 2, source=0), SOURCE).any()
@@ -59,11 +55,7 @@ def test_alternatives_and_other_drafters_nodes_do_not_count() -> None:
 
 def test_of_a_parents_children_the_first_alone_counts() -> None:
     """Two wide trees: in the first the second child was met, and then the first below it; in the second nothing was."""
-    parents = np.array([ROOT, ROOT, 0, 1, 1] * 2, np.int32)
-    depth = np.array([1, 1, 2, 2, 2] * 2, np.int32)
-    starts, log_q = np.array([0, 5, 10], np.int32), np.full(10, -0.1, np.float32)
-    tokens, sources = np.arange(10, dtype=np.int32), np.full(10, SOURCE, np.int32)
-    wide = TreeBatch(["r0", "r1"], starts, tokens, parents, log_q, sources, depth)
+    wide = batch_of([tree_of([ROOT, ROOT, 0, 1, 1], range(5), [0.9] * 5, SOURCE)] * 2)
     counts = counted(wide, VerifyResult(np.array([2, 0], np.int32), np.array([1, 3], np.int32)), SOURCE)
     assert counts[:, 1:3].tolist() == [[2, 1], [0, 1]]
 
@@ -144,14 +136,8 @@ def test_a_head_behind_one_of_which_nothing_is_known_stays() -> None:
     heads.judged(stays=True)
     run(heads, 0.0, 2 * POSITIONS, rng)
     assert heads.verdict is None
-    assert heads.as_dict() == {
-        "number": 1,
-        "parent": 0,
-        "is_on_probation": False,
-        "went_back": 0,
-        "match_rate": 0.0,
-        "match_rate_before": None,
-    }
+    told = {"number": 1, "parent": 0, "is_on_probation": False, "went_back": 0}
+    assert heads.as_dict() == told | {"match_rate": 0.0, "match_rate_before": None}
 
 
 def test_where_ranks_cannot_agree_nobody_is_judged() -> None:

@@ -1,3 +1,5 @@
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 
@@ -9,14 +11,6 @@ from vllm_specrollout.replay.recorder import Recorder
 from vllm_specrollout.replay.records import Header
 
 ANSWERS = {"a": list(range(1, 30)), "b": list(range(50, 70))}
-
-
-class NullSink:
-    def write(self, record):
-        pass
-
-    def close(self):
-        pass
 
 
 class Frozen(Listener):
@@ -56,7 +50,7 @@ def lock(carrier):
     [
         Metrics(("ngram",)),
         SwitchCounter(),
-        Recorder(Header(max_num_seqs=2, max_draft_tokens=8, max_depth=4), NullSink(), lambda: 0.0),
+        Recorder(Header(max_num_seqs=2, max_draft_tokens=8, max_depth=4), Mock(), lambda: 0.0),
     ],
     ids=lambda listener: type(listener).__name__,
 )

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -6,18 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trees import batch_of, chain, limits_of, proposed, tree_of
+from tests.trees import batch_of, chain, limits_of, proposed
 from tests.unit.observe.engine import PROMPT, record_of, timing_of, view
 from vllm_specrollout.drafters.base import UNBOUNDED
 from vllm_specrollout.observe.metrics import LEAST_NODES, METRICS, PREFIX, Metrics, decode, encode
-from vllm_specrollout.types import EMPTY_TREE, MOST_NODES, DraftTree, RequestBatch, StepPlan
+from vllm_specrollout.types import EMPTY_TREE, MOST_NODES, RequestBatch, StepPlan
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "metrics.md"
 
 
 def from_sources(*sources):
-    one = chain([7] * len(sources))
-    return DraftTree(one.token_ids, one.parents, one.log_q, np.asarray(sources, dtype=np.int32))
+    return replace(chain([7] * len(sources)), source=np.asarray(sources, dtype=np.int32))
 
 
 def plan_of(nodes=6, ms=0.0, tokens=0.0, reason="pays", is_on=True):
@@ -30,19 +30,6 @@ def plan(metrics, plan, limits=None, proposals=()):
     limits = limits_of(1, 0) if limits is None else limits
     batch = RequestBatch.of([view(str(i), [1]) for i in range(len(limits.max_nodes))])
     metrics.planned(batch, limits, proposals, plan, 0.5)
-
-
-def test_nodes_are_counted_for_the_drafter_that_proposed_them():
-    metrics = Metrics(("history", "ngram"))
-    trees = batch_of([from_sources(0, 1, 1), EMPTY_TREE, from_sources(1, 1)])
-    metrics.stepped(record_of(trees, [[0, 1], [], []]))
-    assert metrics.take() == {
-        "nodes/verified/history": 1,
-        "nodes/verified/ngram": 4,
-        "nodes/accepted/history": 1,
-        "nodes/accepted/ngram": 1,
-    }
-    assert metrics.take() == {}
 
 
 def test_nodes_are_counted_by_the_context_of_their_requests_whatever_the_order_of_these():
@@ -65,6 +52,28 @@ def test_what_the_trainer_told_is_kept_by_its_own_names_and_shown_by_the_metrics
     metrics.told(told)
     assert metrics.trainer == told
     shown = {"trainer_work/rows": 7, "trainer_work/seconds": 3, "trainer_state/halted": 1, "head_match_rate/now": 80}
+    assert metrics.take() == shown
+
+
+ELSEWHERE = {"drafters_alive/process": 2, "decoupled/trees": 9, "decoupled/wasted_nodes": 2}
+
+
+@pytest.mark.parametrize(
+    ("what", "told", "shown"),
+    [
+        ("bounded", [("model", 92), ("other", UNBOUNDED)], {"most_tokens/model": 92}),
+        ("compared", [(3, 0), (2, 1)], {"withheld_tokens/same": 4, "withheld_tokens/differing": 1}),
+        ("elsewhere", [(3, 5, 2), (2, 4, 0)], ELSEWHERE),
+        ("elsewhere", [(0, 0, 0)], {"drafters_alive/process": 0}),
+        ("failed", [("drafter a/b",)], {"failures/drafter a per b": 1}),
+        ("paused", [(1, "tokens/ms")], {"decisions/off/tokens per ms": 1, "is_on": 0}),
+    ],
+    ids=["contexts of drafters", "withheld tokens", "drafters elsewhere", "none now", "a slash", "a slash in a reason"],
+)
+def test_what_is_told_is_shown_under_its_labels(what, told, shown):
+    metrics = Metrics(())
+    for values in told:
+        getattr(metrics, what)(*values)
     assert metrics.take() == shown
 
 
@@ -108,13 +117,6 @@ def test_new_weights_clear_the_alarm_and_begin_its_count_anew():
     assert alarms(metrics, 1, 0, version=2) == {"model": 1, "all": 1}
 
 
-def test_a_drafter_with_a_context_of_its_own_says_how_far_it_goes():
-    metrics = Metrics(("model",))
-    metrics.bounded("model", 92)
-    metrics.bounded("other", UNBOUNDED)
-    assert metrics.take() == {"most_tokens/model": 92}
-
-
 @given(proposed(), st.integers(0, 99))
 def test_every_node_is_counted_once(proposals, seed):
     metrics, names, rng = Metrics("abc"), "abc", np.random.default_rng(seed)
@@ -137,22 +139,7 @@ def test_every_node_is_counted_once(proposals, seed):
         assert counts.get(f"nodes/accepted/{name}", 0) == sum(own.count(source) for own in accepted)
         found = sum(np.count_nonzero(one.source == source) for one in proposals)
         assert counts.get(f"nodes/drafted/{name}", 0) == found
-
-
-def test_drafters_elsewhere_are_counted_as_they_are_now_and_what_came_of_them_is_summed():
-    metrics = Metrics(())
-    metrics.elsewhere(3, 5, 2)
-    metrics.elsewhere(2, 4, 0)
-    assert metrics.take() == {"drafters_alive/process": 2, "decoupled/trees": 9, "decoupled/wasted_nodes": 2}
-    metrics.elsewhere(0, 0, 0)
-    assert metrics.take() == {"drafters_alive/process": 0}
-
-
-def test_tokens_of_withheld_verdicts_are_summed():
-    metrics = Metrics(("ngram",))
-    for checked, differing in ((3, 0), (2, 1)):
-        metrics.compared(checked, differing)
-    assert metrics.take() == {"withheld_tokens/same": 4, "withheld_tokens/differing": 1}
+    assert metrics.take() == {}
 
 
 def test_a_node_of_a_drafter_without_a_name_is_counted_too():
@@ -171,21 +158,21 @@ def test_decisions_are_counted_by_what_was_chosen_and_why():
 
 
 def test_a_paused_step_is_counted_like_one_that_was_decided():
-    paused, decided = Metrics(("ngram",)), Metrics(("ngram",))
-    paused.paused(1, "off")
-    plan(decided, plan_of(0, reason="off", is_on=False))
-    assert paused.take() == decided.take() == {"decisions/off/off": 1, "is_on": 0}
+    metrics = Metrics(("ngram",))
+    metrics.paused(1, "off")
+    paused = metrics.take()
+    plan(metrics, plan_of(0, reason="off", is_on=False))
+    assert paused == metrics.take() == {"decisions/off/off": 1, "is_on": 0}
 
 
 def test_a_time_is_compared_with_the_plan_of_its_own_step():
     metrics = Metrics(("ngram",))
-    first, second = plan_of(ms=9.0), plan_of(ms=12.5)
-    plan(metrics, first)
-    plan(metrics, second)  # before the first one's step is over
-    metrics.stepped(record_of(first.trees, [[]], first, timing=timing_of(6, 10.0)))
-    assert metrics.take()["cost_error/100"] == 1
-    metrics.stepped(record_of(second.trees, [[]], second, timing=timing_of(6, 10.0)))
-    assert metrics.take()["cost_error/250"] == 1
+    plans = plan_of(ms=9.0), plan_of(ms=12.5)
+    for each in plans:  # the second before the first one's step is over
+        plan(metrics, each)
+    for each, bucket in zip(plans, ("100", "250"), strict=True):
+        metrics.stepped(record_of(each.trees, [[]], each, timing=timing_of(6, 10.0)))
+        assert metrics.take()[f"cost_error/{bucket}"] == 1
 
 
 @pytest.mark.parametrize(
@@ -200,28 +187,12 @@ def test_a_step_that_is_not_the_predicted_one_is_not_compared(timing):
     assert not any(key.startswith("cost_error") for key in metrics.take())
 
 
-def test_what_was_proposed_beyond_the_budget_is_drafted_but_not_chosen():
-    metrics = Metrics(("ngram", "history"))
-    proposals = [batch_of([chain([7] * 9)] * 2), batch_of([tree_of([-1], [7], [0.5], source=1), EMPTY_TREE])]
-    plan(metrics, plan_of(4), limits_of(2, 4), proposals)
-    counts = metrics.take()
-    assert counts["nodes/drafted/ngram"] == 18 and counts["nodes/drafted/history"] == 1
-
-
 def test_reasons_without_end_do_not_make_labels_without_end():
     metrics = Metrics(("ngram",))
     for i in range(100):
         plan(metrics, plan_of(reason=f"reason {i}"))
     counts = metrics.take()
     assert sum(key.startswith("decisions/") for key in counts) == 33 and counts["decisions/on/other"] == 68
-
-
-def test_a_slash_in_a_reason_or_a_part_makes_no_further_label():
-    metrics = Metrics(("ngram",))
-    metrics.paused(1, "tokens/ms")
-    metrics.failed("drafter a/b")
-    counts = metrics.take()
-    assert counts["decisions/off/tokens per ms"] == 1 and counts["failures/drafter a per b"] == 1
 
 
 def test_counts_travel_as_json_among_keys_of_others_and_are_taken_out():

@@ -1,7 +1,3 @@
-"""Threads are waited for as long as they get on."""
-
-from __future__ import annotations
-
 import threading
 
 from vllm_specrollout.observe.patience import wait_for

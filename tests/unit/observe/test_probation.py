@@ -1,14 +1,9 @@
-"""What fails is left alone, tried again with ever more patience, and given up."""
-
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
 
 from tests.drafters import Says, nothing_accepted, requests_of, views_of
 from vllm_specrollout.budgets.base import Budget
@@ -38,10 +33,22 @@ class Faulty(Says):
         self.is_closed.set()
 
 
-def contained(
-    *drafters: Drafter, budget: Budget | None = None, listeners: Any = (), is_strict: bool = False
-) -> Speculator:
-    return Speculator(drafters, budget or FixedBudget(8, 8), guard=Guard(is_strict=is_strict), listeners=listeners)
+def contained(*drafters: Drafter, budget: Budget | None = None, listeners: Any = ()) -> Speculator:
+    return Speculator(drafters, budget or FixedBudget(8, 8), guard=Guard(is_strict=False), listeners=listeners)
+
+
+def failed(**kind: Any) -> tuple[Faulty, Speculator]:
+    """A drafter, such as is said, that failed in the first step, and goes on without fault."""
+    drafter = Faulty()
+    vars(drafter).update(kind)
+    speculator = contained(drafter)
+    run(speculator, range(1))
+    drafter.is_broken = False
+    return drafter, speculator
+
+
+def state_of(speculator: Speculator, name: str) -> str:
+    return speculator.health()["drafters"][name]["state"]
 
 
 def run(speculator: Speculator, steps: range, before: Callable[[int], None] = lambda step: None) -> list[int]:
@@ -86,7 +93,7 @@ def test_what_works_again_drafts_again_in_its_own_place() -> None:
     nodes = run(speculator, range(100), lambda step: setattr(first, "is_broken", step < 10))
     assert nodes == [1] * 65 + [3] * 35
     assert speculator.drafters == [first, second] and metrics.take()["drafters_alive/worker"] == 2
-    assert speculator.health()["drafters"]["faulty"]["state"] == "alive"
+    assert state_of(speculator, "faulty") == "alive"
     # its nodes are still counted as its own
     assert metrics.take() == {}
     run(speculator, range(100, 101))
@@ -97,25 +104,18 @@ def test_a_drafter_on_probation_says_so() -> None:
     speculator = contained(Faulty(), Says("sound", [3], source=1))
     run(speculator, range(5))
     health = speculator.health()
-    assert health["drafters"]["faulty"] == {
-        "state": "probation",
-        "failed": 1,
-        "error": "RuntimeError: out of ideas",
-        "steps": 61,
-    }
+    error = "RuntimeError: out of ideas"
+    assert health["drafters"]["faulty"] == {"state": "probation", "failed": 1, "error": error, "steps": 61}
     assert health["drafters"]["sound"]["state"] == health["budget"]["state"] == "alive"
 
 
 def test_what_fails_once_in_a_long_while_is_never_given_up() -> None:
     drafter = Faulty()
-    every = RECOVERED + FIRST_PATIENCE + 1
     speculator = contained(drafter)
     for time in range(2 * MOST_FAILURES):
-        begin = time * every
-        drafter.is_broken = True
-        run(speculator, range(begin, begin + 1))
-        drafter.is_broken = False
-        assert run(speculator, range(begin + 1 + FIRST_PATIENCE, begin + 2 + FIRST_PATIENCE)) == [2]
+        begin = time * (RECOVERED + FIRST_PATIENCE + 1)
+        for drafter.is_broken, step in ((True, begin), (False, begin + 1 + FIRST_PATIENCE)):
+            assert run(speculator, range(step, step + 1)) == [0 if drafter.is_broken else 2]
     assert speculator.drafters == [drafter]
 
 
@@ -183,48 +183,24 @@ def test_a_budget_that_fails_drafts_again_later_and_hears_of_endings_meanwhile()
     assert speculator.budget is budget
 
 
-def test_a_budget_that_goes_on_failing_is_given_up_and_drafting_with_it() -> None:
-    speculator = contained(Says("a", [1, 2]), budget=Falters())
-    run(speculator, range(8000))
-    assert isinstance(speculator.budget, OffBudget)
-    assert speculator.guard.failures == {"budget": MOST_FAILURES}
-    assert speculator.health()["budget"]["state"] == "given up"
-
-
 def test_a_model_of_the_targets_own_steps_comes_back_and_at_once_with_other_weights() -> None:
-    class Model(Faulty):
-        is_in_step = True
-
-    drafter = Model()
-    speculator = contained(drafter)
-    run(speculator, range(1))
+    drafter, speculator = failed(is_in_step=True)
     assert speculator.drafters == [] and speculator.all_drafters() == [drafter]
-    drafter.is_broken = False
     speculator.renewed(drafter)
     assert run(speculator, range(1, 3)) == [2, 2] and speculator.probation.history(drafter) == (0, "")
 
 
 def test_a_model_whose_passes_need_several_ranks_is_given_up_at_once() -> None:
-    class Model(Faulty):
-        is_in_step = is_on_ranks = True
-
-    drafter = Model()
-    speculator = contained(drafter)
-    run(speculator, range(1))
+    drafter, speculator = failed(is_in_step=True, is_on_ranks=True)
     assert speculator.all_drafters() == [] and drafter.is_closed.wait(20)
 
 
-def test_a_strict_guard_raises_the_first_failure() -> None:
-    with pytest.raises(RuntimeError, match="out of ideas"):
-        run(contained(Faulty(), is_strict=True), range(1))
-
-
 def test_a_drafter_whose_closing_fails_is_given_up_all_the_same(caplog) -> None:
-    class Stays(Faulty):
-        def close(self) -> None:
-            raise OSError("stale file handle")
+    def stays() -> None:
+        raise OSError("stale file handle")
 
-    drafter = Stays()
+    drafter = Faulty()
+    drafter.close = stays
     speculator = contained(drafter)
     speculator.drop(drafter, RuntimeError("gone"))
     speculator.close()
@@ -232,9 +208,7 @@ def test_a_drafter_whose_closing_fails_is_given_up_all_the_same(caplog) -> None:
 
 
 def test_parts_that_nobody_asks_any_more_are_forgotten() -> None:
-    drafter = Faulty()
-    speculator = contained(drafter)
-    run(speculator, range(1))
+    drafter, speculator = failed()
     speculator.replace_drafters([Says("other", [4])])
     assert run(speculator, range(1, 100))[-1] == 1 and len(drafter.steps) == 1
     assert [d.name for d in speculator.all_drafters()] == ["other"]
@@ -252,14 +226,15 @@ def test_a_drafter_that_takes_the_place_of_one_that_was_given_up_is_alive() -> N
     drafter = Faulty()
     speculator = contained(drafter)
     speculator.drop(drafter, RuntimeError("gone"))
-    assert speculator.health()["drafters"]["faulty"]["state"] == "given up"
+    assert state_of(speculator, "faulty") == "given up"
     speculator.replace_drafters([Says("faulty", [1])])
-    assert speculator.health()["drafters"]["faulty"]["state"] == "alive" and not speculator.probation.given_up
+    assert state_of(speculator, "faulty") == "alive" and not speculator.probation.given_up
 
 
-def test_a_budget_that_takes_the_place_of_one_that_was_given_up_is_alive() -> None:
+def test_a_budget_that_goes_on_failing_is_given_up_and_drafting_with_it_and_what_takes_its_place_is_alive() -> None:
     speculator = contained(Says("a", [1, 2]), budget=Falters())
     run(speculator, range(8000))
+    assert isinstance(speculator.budget, OffBudget) and speculator.guard.failures == {"budget": MOST_FAILURES}
     assert speculator.health()["budget"]["state"] == "given up"
     speculator.budget = FixedBudget(8, 8)
     assert speculator.health()["budget"]["state"] == "alive"
@@ -274,7 +249,7 @@ def test_who_stays_when_drafters_are_replaced_stays_on_probation_and_is_told_of_
     speculator.finish(ending("a"))
     speculator.forget("a")
     assert [d.name for d in speculator.drafters] == ["other"]
-    assert speculator.health()["drafters"]["faulty"]["state"] == "probation"
+    assert state_of(speculator, "faulty") == "probation"
     assert run(speculator, range(1, 66))[-1] == 3
     assert [e.request_id for e in drafter.finished] == drafter.forgotten == ["a"]
 
@@ -291,8 +266,7 @@ def test_one_alone_is_replaced_and_the_others_keep_their_sources_and_their_proba
     assert speculator.drafters == [new] and speculator.all_drafters() == [failed, new]
     # asked for what is wanted of its own source
     assert run(speculator, range(1, 66))[-1] == 4 and speculator.drafters == [failed, new]
-    states = {name: own["state"] for name, own in speculator.health()["drafters"].items()}
-    assert states == {"faulty": "alive", "new": "alive", "gone": "given up"}
+    assert [state_of(speculator, name) for name in ("faulty", "new", "gone")] == ["alive", "alive", "given up"]
     speculator.replace_one(0, Says("gone", [9, 9]))
     assert [d.name for d in speculator.drafters] == ["gone", "faulty", "new"]
-    assert speculator.health()["drafters"]["gone"]["state"] == "alive"
+    assert state_of(speculator, "gone") == "alive"

@@ -1,7 +1,3 @@
-"""What is allowed after which failure, what the next start learns, and that no part runs for ever."""
-
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import os
@@ -69,7 +65,7 @@ def test_what_passed_is_known_to_the_next_start_until_it_fails(tmp_path: Path) -
 
 
 def _dies(folder: Path, how: str, start: str = "") -> None:
-    """A process that dies in the part `trees`: by a signal, or by a hang."""
+    """In the part `trees`: by a signal, or by a hang."""
     made = Record("key", folder)
     made.join(start or made.start)
     made.begin(VERIFY)
@@ -141,6 +137,10 @@ def test_checks_that_run_now_are_no_crash_whoever_runs_them(tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
+def _python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+
+
 @pytest.mark.parametrize("had_one", [False, True])
 def test_faults_are_written_as_before_once_the_check_is_over(tmp_path: Path, had_one: bool) -> None:
     code = f"""
@@ -154,7 +154,7 @@ made.end({{}})
 assert faulthandler.is_enabled() is {had_one}
 faulthandler._sigsegv()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = _python(code)
     assert done.returncode < 0 and ("Segmentation fault" in done.stderr) is had_one, done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["key.passed"]
 
@@ -216,5 +216,5 @@ except HungError:
 sys.setprofile(lambda *event: None)
 print(sum(range(3)), sorted([2, 1]))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "3 [1, 2]\n"
+    done = _python(code)
+    assert done.stdout == "3 [1, 2]\n", done.stderr

@@ -1,7 +1,3 @@
-"""Lines of the log that say what drafting brings, and the gain that they are about."""
-
-from __future__ import annotations
-
 import pytest
 
 from tests.trees import batch_of, chain
@@ -60,7 +56,6 @@ def test_a_line_comes_once_a_minute_and_speaks_of_that_minute() -> None:
 
 
 def test_the_end_of_a_rollout_is_told_unless_it_was_short() -> None:
-    log = Log()
     for lasts_s, lines in ((LEAST_S / 2, 0), (LEAST_S, 1)):
         log = Log()
         for name in "ab":

@@ -36,6 +36,7 @@ class FakeEngine:
         self.loading: Any = None
         self.looks = 0
         self.given_up = ""
+        self.history: dict[str, Any] = {"hits": 1, "lookups": 4, "hit_rate": 0.25}
 
     async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
         return [getattr(self, method)(*args)]
@@ -46,12 +47,10 @@ class FakeEngine:
         counts = {"matched": 0, "repeated": 0, "unknown": 0}
         self.reports.append(len(rewards))
         for candidates, reward in rewards:
-            name = next((name for name in candidates if name in self.names), None)
-            if name is None:
-                counts["unknown"] += 1
-                continue
-            counts["repeated" if name in self.rewards else "matched"] += 1
-            self.rewards[name] = reward
+            name = next((name for name in candidates if name in self.names), "")
+            counts["repeated" if name in self.rewards else "matched" if name else "unknown"] += 1
+            if name:
+                self.rewards[name] = reward
         return counts
 
     def spec_rollout_begin_epoch(self, epoch: int | None) -> Any:
@@ -93,7 +92,7 @@ class FakeEngine:
         if self.given_up:
             return {"cause": self.given_up, "hint": "start the engine anew"}
         store = {"epoch": self.epoch, "lowest": self.epoch, "answers": len(self.rewards), "memory_bytes": 1024}
-        return {"store": store, "hits": 1, "lookups": 4, "hit_rate": 0.25}
+        return {"store": store, **self.history}
 
 
 MakeApp = Callable[..., FastAPI]

@@ -1,5 +1,3 @@
-"""Our routes against their own description: schemathesis makes requests of it, fitting and unfitting ones."""
-
 import pytest
 
 pytest.importorskip("schemathesis")

@@ -1,7 +1,3 @@
-"""What spec rollout changes in a configuration that vLLM has made: which steps are captured as CUDA graphs."""
-
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 
@@ -72,20 +68,22 @@ def sizes_of(config):
     return compilation.cudagraph_capture_sizes
 
 
-def test_steps_with_drafts_are_captured_too(monkeypatch):
-    assert sizes_of(created(monkeypatch, args_of())) == WIDENED
+NAMED = [{"cudagraph_capture_sizes": [1, 8, 32]}, {"max_cudagraph_capture_size": 32}]
 
 
-@pytest.mark.parametrize("name, value", [("cudagraph_capture_sizes", [1, 8, 32]), ("max_cudagraph_capture_size", 32)])
-@pytest.mark.parametrize("inside", [False, True], ids=["flag", "compilation config"])
-def test_sizes_that_the_user_named_stay(monkeypatch, name, value, inside):
-    args = args_of(compilation={name: value}) if inside else args_of(**{name: value})
-    assert sizes_of(created(monkeypatch, args)) == STOCK_SIZES
-
-
-def test_where_nothing_is_captured_and_on_other_runners_nothing_changes(monkeypatch):
-    assert sizes_of(created(monkeypatch, args_of(), sizes=[])) == []
-    assert sizes_of(created(monkeypatch, args_of(), engine=engines.CPU_V1)) == STOCK_SIZES
+@pytest.mark.parametrize(
+    "args, host, sizes",
+    [
+        pytest.param({}, {}, WIDENED, id="drafts"),
+        pytest.param({}, {"sizes": []}, [], id="nothing is captured"),
+        pytest.param({}, {"engine": engines.CPU_V1}, STOCK_SIZES, id="another runner"),
+        pytest.param({"additional_config": {}}, {}, STOCK_SIZES, id="switched off"),
+        *(pytest.param(named, {}, STOCK_SIZES, id="named by a flag") for named in NAMED),
+        *(pytest.param({"compilation": named}, {}, STOCK_SIZES, id="named in the compilation") for named in NAMED),
+    ],
+)
+def test_steps_with_drafts_are_captured_too_where_the_user_named_no_sizes(monkeypatch, args, host, sizes):
+    assert sizes_of(created(monkeypatch, args_of(**args), **host)) == sizes
 
 
 def test_where_vllm_takes_v1_on_cuda_a_wish_is_one_warning_and_stock_and_a_promise_an_error(monkeypatch, caplog):
@@ -99,10 +97,6 @@ def test_where_vllm_takes_v1_on_cuda_a_wish_is_one_warning_and_stock_and_a_promi
     assert args.worker_cls == "auto" and not args.additional_config
     (told,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
     assert "runs as stock vLLM" in told and "V1 model runner" in told
-
-
-def test_switched_off_the_sizes_are_stocks(monkeypatch):
-    assert sizes_of(created(monkeypatch, args_of(additional_config={}))) == STOCK_SIZES
 
 
 @pytest.mark.parametrize(
@@ -126,9 +120,7 @@ def test_capture_sizes_go_on_until_they_hold_steps_with_24_drafts(max_num_reqs, 
 
 
 def test_no_size_is_captured_that_no_step_has():
-    assert capture_sizes((1, 2, 4, 8), 4, 24, 100)[-1] == 100
     assert capture_sizes((1, 2), 1, 1, 8192) == [1, 2]
-    assert capture_sizes((), 16, 24, 8192) == []
 
 
 @given(st.integers(1, 600), st.integers(1, 64), st.integers(64, 9000), st.integers(1, 80))

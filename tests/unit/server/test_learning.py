@@ -1,5 +1,3 @@
-"""The loop between an engine and its trainer, without either: what is called, loaded, told, and by whom of several."""
-
 from __future__ import annotations
 
 import json
@@ -59,14 +57,8 @@ class FakeEngine:
         config = parse({"train": train, "speculative_config": given})
         assert config is not None
         self.now, self.calls = 0.0, list[Call]()
-        self.head = {
-            "positions": 0,
-            "met": 0,
-            "is_trained": False,
-            "went_back": 0,
-            "is_asleep": False,
-            "is_lent": False,
-        }
+        self.head = {"positions": 0, "met": 0, "went_back": 0}
+        self.head |= {"is_trained": False, "is_asleep": False, "is_lent": False}
         self.learning = HeadLearning(config, "target", lambda: self.now)
         self.refuses = False
 

@@ -1,5 +1,3 @@
-"""Rewards, epochs and history, as trainers give and get them, against engines that merely remember."""
-
 import asyncio
 import inspect
 import math
@@ -12,48 +10,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vllm_specrollout
+from tests.unit.server.conftest import HISTORY, FakeEngine
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 from vllm_specrollout.server.reports import EpochError, candidates
 
 
-def config(settings):
-    return SimpleNamespace(additional_config={} if settings is None else {"spec_rollout": settings})
-
-
-HISTORY = {"drafters": ["history", "ngram"]}
-
-
 class Engine:
-    """Engines of one worker each that know some names, as the real worker counts them; rank 1 of each keeps nothing."""
+    """Engines of two workers each; rank 1 keeps nothing."""
+
+    NOTHING = {"rewards": lambda _: Counter(), "epoch": lambda epoch: epoch or 0, "history": lambda: {}}
 
     def __init__(self, *names, settings=HISTORY):
-        self.vllm_config = config(settings)
-        self.names = names or (set(),)
-        self.rewards = [{} for _ in self.names]
-        self.epochs = [0 for _ in self.names]
+        self.engines = [FakeEngine(own, settings) for own in names or (set(),)]
+        self.vllm_config = self.engines[0].vllm_config
 
-    def spec_rollout_report_rewards(self, engine, rewards):
-        counts = Counter()
-        for candidate_names, reward in rewards:
-            name = next((name for name in candidate_names if name in self.names[engine]), None)
-            if name is None:
-                counts["unknown"] += 1
-                continue
-            counts["repeated" if name in self.rewards[engine] else "matched"] += 1
-            self.rewards[engine][name] = reward
-        return [{kind: counts[kind] for kind in ("matched", "repeated", "unknown")}, Counter()]
+    @property
+    def rewards(self):
+        return [engine.rewards for engine in self.engines]
 
-    def spec_rollout_begin_epoch(self, engine, epoch):
-        self.epochs[engine] = self.epochs[engine] + 1 if epoch is None else epoch
-        return [self.epochs[engine], epoch or 0]
+    @property
+    def epochs(self):
+        return [engine.epoch for engine in self.engines]
 
-    def spec_rollout_history(self, engine):
-        store = {"epoch": self.epochs[engine], "lowest": self.epochs[engine], "answers": 10, "rewards": {"late": 1}}
-        library = {"build_seconds": 0.5, "dir": "somewhere"}
-        return [{"store": store, "library": library, "hits": 3 * engine, "lookups": 4 * engine, "hit_rate": 0.75}, {}]
+    @epochs.setter
+    def epochs(self, epochs):
+        for engine, epoch in zip(self.engines, epochs, strict=True):
+            engine.epoch = epoch
 
     def call(self, method, args):
-        return [getattr(self, method)(engine, *args) for engine in range(len(self.names))]
+        nothing = self.NOTHING[method.rpartition("_")[2]](*args)
+        return [[getattr(engine, method)(*args), nothing] for engine in self.engines]
 
 
 class CalledEngine(Engine):
@@ -64,10 +50,9 @@ class CalledEngine(Engine):
 class AwaitedEngine(Engine):
     """Like `AsyncLLM` with data parallel engines: `collective_rpc` reaches all and answers for the first alone."""
 
-    def __init__(self, *names, settings=HISTORY):
-        super().__init__(*names, settings=settings)
-        self.engine_core = self
-        self.core_engines = list(self.names)
+    def __init__(self, *names):
+        super().__init__(*names)
+        self.engine_core, self.core_engines = self, self.engines
 
     async def call_utility_all_async(self, utility, method, timeout, args, kwargs):
         assert utility == "collective_rpc"
@@ -98,17 +83,20 @@ def test_an_answer_that_one_engine_does_not_know_is_found_in_another():
     assert engine.rewards == [{"a": 1.0, "b": 2.0}, {"c": 3.0}]
 
 
-@pytest.mark.parametrize("rewards", [np.float32(0.5), np.array(0.5), np.int64(1)], ids=["scalar", "0-dim", "integer"])
-def test_numbers_of_numpy_are_numbers(rewards):
-    llm = CalledEngine({"7"})
-    assert vllm_specrollout.report_rewards(llm, {"7": rewards})["matched"] == 1
-    assert type(llm.rewards[0]["7"]) is float
-
-
-def test_an_array_holds_one_reward_per_sample():
-    llm = CalledEngine({"0_7", "1_7"})
-    assert vllm_specrollout.report_rewards(llm, {"7": np.array([1.0, 2.0])})["matched"] == 2
-    assert llm.rewards == [{"0_7": 1.0, "1_7": 2.0}]
+@pytest.mark.parametrize(
+    ("reward", "kept"),
+    [
+        (np.float32(0.5), {"7": 0.5}),
+        (np.array(0.5), {"7": 0.5}),
+        (np.int64(1), {"7": 1.0}),
+        (np.array([1.0, 2.0]), {"0_7": 1.0, "1_7": 2.0}),
+    ],
+    ids=["scalar", "0-dim", "integer", "one for each sample"],
+)
+def test_numbers_of_numpy_are_numbers(reward, kept):
+    llm = CalledEngine({"7", "0_7", "1_7"})
+    assert vllm_specrollout.report_rewards(llm, {"7": reward})["matched"] == len(kept)
+    assert llm.rewards == [kept] and {type(own) for own in llm.rewards[0].values()} == {float}
 
 
 def test_no_rewards_are_no_mistake():
@@ -166,19 +154,20 @@ def test_an_epoch_is_a_whole_number_that_fits(epoch):
 def test_the_history_of_several_engines_is_listed_and_summed():
     engine = AwaitedEngine(set(), set(), set())
     engine.epochs = [1, 3, 2]
+    library = {"build_seconds": 0.5, "dir": "somewhere", "rewards": {"late": 1}}
+    for i, own in enumerate(engine.engines):
+        own.history = {"library": library, "hits": 3 * i, "lookups": 4 * i, "hit_rate": 0.75}
     found = asyncio.run(vllm_specrollout.aread_history(engine))
     assert [kept["store"]["epoch"] for kept in found["engines"]] == [1, 3, 2]
-    assert found["total"] == {
-        "store": {"epoch": 3, "lowest": 3, "answers": 30, "rewards": {"late": 3}},
-        "library": {"build_seconds": 1.5},
-        "hits": 9,
-        "lookups": 12,
-        "hit_rate": 0.75,
-    }
+    store, library = {"epoch": 3, "lowest": 3, "answers": 0, "memory_bytes": 3072}, found["total"].pop("library")
+    assert library == {"build_seconds": 1.5, "rewards": {"late": 3}}
+    assert found["total"] == {"store": store, "hits": 9, "lookups": 12, "hit_rate": 0.75}
 
 
 def test_a_history_that_was_never_asked_has_hit_nothing():
-    assert vllm_specrollout.read_history(CalledEngine())["total"]["hit_rate"] == 0.0
+    llm = CalledEngine()
+    llm.engines[0].history = {"hits": 0, "lookups": 0}
+    assert vllm_specrollout.read_history(llm)["total"]["hit_rate"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -238,24 +227,6 @@ def test_several_samples_of_several_prompts_are_found_by_the_prompts_own_name_an
             assert found == names[prompt * n + sample]
 
 
-class GivenUp:
-    """Mixed into engines: the first so many have given their history up."""
-
-    gone = 1
-
-    def call(self, method, args):
-        refusal = {"cause": "the history drafter failed 5 times and is given up", "hint": "start the engine anew"}
-        return [[refusal, {}] if i < self.gone else own for i, own in enumerate(super().call(method, args))]
-
-
-class CalledGivenUp(GivenUp, CalledEngine):
-    pass
-
-
-class AwaitedGivenUp(GivenUp, AwaitedEngine):
-    pass
-
-
 @pytest.mark.parametrize(
     "tell",
     [
@@ -267,12 +238,15 @@ class AwaitedGivenUp(GivenUp, AwaitedEngine):
     ids=["rewards", "next epoch", "an epoch", "history"],
 )
 def test_a_history_that_is_given_up_is_an_error_and_no_empty_answer(tell):
+    llm = CalledEngine({"a"})
+    llm.engines[0].given_up = "the history drafter failed 5 times and is given up"
     with pytest.raises(UnsupportedError, match="failed 5 times"):
-        tell(CalledGivenUp({"a"}))
+        tell(llm)
 
 
 def test_of_several_engines_those_that_keep_a_history_go_on():
-    engine = AwaitedGivenUp({"a"}, {"b"})
+    engine = AwaitedEngine({"a"}, {"b"})
+    engine.engines[0].given_up = "it failed 5 times"
     assert asyncio.run(vllm_specrollout.areport_rewards(engine, {"a": 1, "b": 1}))["matched"] == 1
     assert asyncio.run(vllm_specrollout.abegin_epoch(engine, 3)) == 3
     assert len(asyncio.run(vllm_specrollout.aread_history(engine))["engines"]) == 1

@@ -1,5 +1,3 @@
-"""Answers end behind the token that completes a stop string, and trainers pause an engine, as on another vLLM."""
-
 from __future__ import annotations
 
 import asyncio
@@ -57,21 +55,18 @@ def told(detokenizer: Detokenizer, text: str, stop_terminated: bool = False) -> 
     return found, "".join(map(chr, tokens))
 
 
-def test_tokens_behind_a_stop_string_are_dropped_and_those_before_it_kept() -> None:
-    one = Detokenizer(["cd", "xyz"])
-    assert told(one, "ab") == (None, "ab")
-    assert told(one, "acdbx") == ("cd", "acd")
-    assert "".join(map(chr, one.token_ids)) == one.text == "abacd"
-
-
-def test_a_stop_string_may_begin_in_an_earlier_step() -> None:
-    one = Detokenizer(["cde"])
-    assert told(one, "abc") == (None, "abc")
-    assert told(one, "defg") == ("cde", "de")
-
-
-def test_min_tokens_count_within_a_step() -> None:
-    assert told(Detokenizer(["b"], min_tokens=3), "abababab") == ("b", "abab")
+@pytest.mark.parametrize(
+    ("one", "steps"),
+    [
+        (Detokenizer(["cd", "xyz"]), {"ab": (None, "ab"), "acdbx": ("cd", "acd")}),
+        (Detokenizer(["cde"]), {"abc": (None, "abc"), "defg": ("cde", "de")}),
+        (Detokenizer(["b"], min_tokens=3), {"abababab": ("b", "abab")}),
+    ],
+    ids=["within a step", "begun in an earlier step", "behind min_tokens"],
+)
+def test_tokens_behind_a_stop_string_are_dropped_and_those_before_it_kept(one: Detokenizer, steps: Any) -> None:
+    assert {text: told(one, text) for text in steps} == steps
+    assert "".join(map(chr, one.token_ids)) == one.text == "".join(left for _, left in steps.values())
 
 
 def test_a_stop_token_is_hidden_only_where_it_is_the_last_one() -> None:
@@ -92,28 +87,13 @@ def test_without_stop_strings_a_step_is_looked_at_whole() -> None:
     assert calls == [[1, 2, 3], [4]]
 
 
-@pytest.mark.parametrize(("kept", "left"), [(3, 3), (1, 1)])
-def test_logprobs_are_those_of_the_tokens_that_are_left(kept: int, left: int) -> None:
-    @dataclass
-    class Output:
-        new_token_ids: list[int]
-        new_logprobs: Logprobs | None
-
+@pytest.mark.parametrize("kept", [3, 1])
+def test_logprobs_are_those_of_the_tokens_that_are_left(kept: int) -> None:
     seen: list[Any] = []
     update = forget_what_was_cut(lambda self, output: seen.append(output.new_logprobs))
-    update(None, Output([7] * kept, Logprobs([0.1, 0.2, 0.3])))
-    update(None, Output([7], None))
-    assert len(seen[0].logprobs) == left and seen[1] is None
-
-
-class Engine:
-    """Like `AsyncLLM` of vLLM 0.32."""
-
-    def __init__(self):
-        self.asked = None
-
-    async def pause_generation(self, *, mode="abort", clear_cache=True):
-        self.asked = (mode, clear_cache)
+    update(None, SimpleNamespace(new_token_ids=[7] * kept, new_logprobs=Logprobs([0.1, 0.2, 0.3])))
+    update(None, SimpleNamespace(new_token_ids=[7], new_logprobs=None))
+    assert seen == [Logprobs([0.1, 0.2, 0.3][:kept]), None]
 
 
 @pytest.mark.parametrize(
@@ -127,9 +107,13 @@ class Engine:
     ],
 )
 def test_the_dropped_keyword_means_what_it_meant(given, asked):
-    engine = Engine()
-    asyncio.run(accept_dropped_keyword(Engine.pause_generation)(engine, **given))
-    assert engine.asked == asked
+    told = []
+
+    async def pause_generation(self, *, mode="abort", clear_cache=True):  # as vLLM 0.32 has it
+        told.append((mode, clear_cache))
+
+    asyncio.run(accept_dropped_keyword(pause_generation)(None, **given))
+    assert told == [asked]
 
 
 def test_an_engine_that_still_takes_it_is_left_alone():

@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.drafters import views_of
 from tests.reference.ends import open_nodes
 from tests.reference.trees import first_nodes, is_chain, num_paths
 from tests.trees import batch_of, drafted, tree_of
@@ -18,7 +21,7 @@ from vllm_specrollout.trees.batch import (
     without_ends,
 )
 from vllm_specrollout.trees.build import order, select
-from vllm_specrollout.types import EMPTY_TREE, ROOT, RequestBatch, RequestView, TreeBatch
+from vllm_specrollout.types import EMPTY_TREE, ROOT, RequestBatch, TreeBatch
 
 BATCHES = st.lists(drafted().map(order), min_size=1, max_size=5)
 COLUMNS = ("token_ids", "parents", "log_q", "source")
@@ -39,9 +42,10 @@ def assert_trees(trees, wanted):
 def test_trees_are_taken_in_any_order_and_cut(trees, data):
     index = data.draw(st.lists(st.integers(0, len(trees) - 1), min_size=1, max_size=6))
     counts = [data.draw(st.integers(0, trees[i].size)) for i in index]
-    taken = take(batch_of(trees), list("abcdef"[: len(index)]), np.asarray(index), np.asarray(counts, np.int32))
+    names = list("abcdef"[: len(index)])
+    taken = take(batch_of(trees), names, np.asarray(index), np.asarray(counts, np.int32))
     assert_trees(taken, [first_nodes(trees[i], n) for i, n in zip(index, counts, strict=True)])
-    assert taken.request_ids == list("abcdef"[: len(index)])
+    assert taken.request_ids == names
 
 
 def test_trees_that_stay_as_they_are_are_not_copied():
@@ -116,10 +120,8 @@ def test_trees_that_a_drafter_left_on_its_device_come_home():
 @given(BATCHES, st.data())
 def test_no_node_has_an_end_token_or_stands_behind_one_and_the_others_keep_their_order(trees, data):
     ends = [data.draw(st.sets(st.integers(0, 4), max_size=2)) for _ in trees]
-    views = [
-        RequestView(str(i), np.zeros(1, np.int32), 1, 99, ends=np.asarray(sorted(own), np.int32))
-        for i, own in enumerate(ends)
-    ]
+    own_ends = [np.asarray(sorted(own), np.int32) for own in ends]
+    views = [replace(view, ends=own) for view, own in zip(views_of(len(trees)), own_ends, strict=True)]
     batch, given_trees = RequestBatch.of(views), batch_of(trees)
     left = without_ends(given_trees, batch)
     assert_trees(left, [select(tree, open_nodes(tree, own)) for tree, own in zip(trees, ends, strict=True)])

@@ -1,18 +1,11 @@
-"""The commit plan, against a cache that remembers who wrote each slot."""
-
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.reference import layout as naive
+from tests.reference.trees import path_to
 from tests.strategies import Layout, batches
 from vllm_specrollout.trees.kv_moves import plan_moves as plan
-
-
-def _int32(values: object) -> np.ndarray:
-    return np.asarray(values, dtype=np.int32)
 
 
 @given(batches(), st.data())
@@ -28,21 +21,15 @@ def test_after_the_commit_the_accepted_nodes_stand_in_consecutive_slots(b: Layou
         cache[target * size : (target + 1) * size] = cache[source * size : (source + 1) * size]
     for row, slot in out.writes:
         cache[slot] = row
-    accepted = [_some_path(tree, data) for tree in b.trees]
+    accepted = [path_to(tree, data.draw(st.integers(-1, len(tree) - 1))) for tree in b.trees]
     widest = max(map(len, out.tables))
     starts = np.cumsum([0, *map(len, b.trees)])
     home = [out.node_path[starts[r] + a[-1]] if a else -1 for r, a in enumerate(accepted)]
     first_path = [out.query_start.index(b.row_start[r]) for r in range(len(b.trees))]
     roots = [b.base[r] + b.row_start[r + 1] - b.row_start[r] - len(t) - 1 for r, t in enumerate(b.trees)]
-    moves = plan(
-        _int32([len(a) for a in accepted]),
-        _int32(home),
-        _int32(first_path),
-        _int32(roots),
-        _int32([table + [0] * (widest - len(table)) for table in out.tables]),
-        _int32(b.block_table),
-        size,
-    )
+    tables = [table + [0] * (widest - len(table)) for table in out.tables]
+    columns = ([len(a) for a in accepted], home, first_path, roots, tables, b.block_table)
+    moves = plan(*(np.asarray(values, dtype=np.int32) for values in columns), size)
     for source, target in zip(moves.source_blocks.tolist(), moves.target_blocks.tolist(), strict=True):
         cache[target * size : (target + 1) * size] = cache[source * size : (source + 1) * size]
     for r, nodes in enumerate(accepted):
@@ -52,13 +39,3 @@ def test_after_the_commit_the_accepted_nodes_stand_in_consecutive_slots(b: Layou
         wanted += [b.row_start[r] + known + node for node in nodes]
         got = [cache[b.block_table[r][p // size] * size + p % size] for p in range(len(wanted))]
         assert got == wanted
-
-
-def _some_path(parents: list[int], data: st.DataObject) -> list[int]:
-    if not parents:
-        return []
-    node, path = data.draw(st.integers(-1, len(parents) - 1)), []
-    while node >= 0:
-        path.insert(0, node)
-        node = parents[node]
-    return path

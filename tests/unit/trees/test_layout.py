@@ -1,10 +1,9 @@
 """The naive layout, checked against what it is for: each node must see its ancestors and nobody else."""
 
-from __future__ import annotations
-
 from hypothesis import given
 
 from tests.reference import layout as naive
+from tests.reference.trees import path_to
 from tests.strategies import Layout, batches, tree_parents
 
 
@@ -62,10 +61,7 @@ def _wanted(b: Layout, r: int, known: int, row: int) -> list[object]:
     context: list[object] = [("context", r, p) for p in range(b.base[r])]
     if row < begin + known:
         return context + [("row", q) for q in range(begin, row + 1)]
-    node, ancestors = row - begin - known, []
-    while node >= 0:
-        ancestors.insert(0, node)
-        node = b.trees[r][node]
+    ancestors = path_to(b.trees[r], row - begin - known)
     return context + [("row", begin + i) for i in range(known)] + [("row", begin + known + n) for n in ancestors]
 
 

@@ -1,7 +1,3 @@
-"""The seed tape: token k gets the k-th integer, however far ahead was looked."""
-
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

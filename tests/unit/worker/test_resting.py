@@ -1,7 +1,3 @@
-"""The drafter beside an engine: it has given its memory back before any step, and wakes up while there is none."""
-
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +10,10 @@ from vllm_specrollout.worker.calls import DrafterMixin
 from vllm_specrollout.worker.models import decoupled
 from vllm_specrollout.worker.v1 import runner as v1
 from vllm_specrollout.worker.v2 import runner as v2
+
+
+class Stepped(Exception):
+    """A step was begun: what follows is not looked at."""
 
 
 class Base:
@@ -55,29 +55,21 @@ class Worker(DrafterMixin, Base):
     def stand(self) -> None:
         self._standing(SimpleNamespace(links={}))  # type: ignore[arg-type]
 
-
-class Stepped(Exception):
-    """A step was begun: what follows is not looked at."""
+    def begun(self, *args: Any) -> None:
+        self.done.append("step")
+        raise Stepped
 
 
 def step_on_v1(worker: Worker, output: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def begun(output: Any) -> int:
-        worker.done.append("step")
-        raise Stepped
-
-    monkeypatch.setattr(v1, "step_of", begun)
+    monkeypatch.setattr(v1, "step_of", worker.begun)
     v1.SpecRolloutV1.execute_model(SimpleNamespace(before_step=worker._warm.sleep, _timing=None), output)  # type: ignore[arg-type]
 
 
 def step_on_v2(worker: Worker, output: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def begun(*args: Any) -> None:
-        worker.done.append("step")
-        raise Stepped
-
     for name in ("step_of", "waiting_of", "wanted_of"):
         monkeypatch.setattr(v2, name, lambda output: 0)
     monkeypatch.setattr(v2, "endings_of", lambda output: {})
-    monkeypatch.setattr(v2, "begin_step", begun)
+    monkeypatch.setattr(v2, "begin_step", worker.begun)
     inputs = SimpleNamespace(clear=lambda: None)
     runner = SimpleNamespace(before_step=worker._warm.sleep, inputs=inputs, weights_version=None, swapper=None)
     v2.SpecRolloutV2.execute_model(runner, output)  # type: ignore[arg-type]
@@ -92,12 +84,8 @@ def test_a_drafter_gives_its_memory_back_before_a_prefill_and_wakes_up_once_noth
 
     def output(tokens: int) -> Any:
         many = {"r": tokens} if tokens else {}
-        return SimpleNamespace(
-            total_num_scheduled_tokens=tokens,
-            num_scheduled_tokens=many,
-            preempted_req_ids=None,
-            finished_req_ids=set(),
-        )
+        told = {"total_num_scheduled_tokens": tokens, "num_scheduled_tokens": many}
+        return SimpleNamespace(**told, preempted_req_ids=None, finished_req_ids=set())
 
     worker.stand()
     running["r"] = (3, 0)

@@ -43,12 +43,6 @@ class Line(StepCost):
         drafts = self._row * num_nodes + self._branch * branches
         return self.plain_ms(num_requests) + drafts
 
-    def observe(self, timing: StepTiming) -> None:
-        """It knows already."""
-
-    def seed(self, timings: Sequence[StepTiming]) -> None:
-        """It knows already."""
-
 
 def view(name: str = "r", *, generated: int = 2, **kwargs: object) -> RequestView:
     """A request with a prompt of two tokens."""
@@ -60,13 +54,15 @@ def requests(count: int, **kwargs: object) -> RequestBatch:
     return RequestBatch.of([view(f"r{i}", **kwargs) for i in range(count)])
 
 
-def star_of_chains(width: int, depth: int, probability: float = 0.8) -> DraftTree:
+def star_of_chains(width: int, depth: int) -> DraftTree:
     """`width` chains that all start at the root, the first ones likelier; level by level, as drafters give them."""
-    parents = [-1 if level == 0 else (level - 1) * width + i for level in range(depth) for i in range(width)]
-    tokens = [100 * i + level for level in range(depth) for i in range(width)]
-    words = [probability / (i + 1) if level == 0 else probability for level in range(depth) for i in range(width)]
-    total = sum(words[:width])
-    return tree_of(parents, tokens, [w / max(total, 1.0) if i < width else w for i, w in enumerate(words)])
+    nodes = [(level, i) for level in range(depth) for i in range(width)]
+    first = [0.8 / (i + 1) for i in range(width)]
+    return tree_of(
+        [(level - 1) * width + i if level else -1 for level, i in nodes],
+        [100 * i + level for level, i in nodes],
+        [0.8 if level else first[i] / max(sum(first), 1.0) for level, i in nodes],
+    )
 
 
 def chains_of(batch: RequestBatch, size: int) -> list:
@@ -88,12 +84,6 @@ def step(
     taken = [np.arange(a, dtype=np.int32) for a in accepted]
     result = VerifyResult(np.asarray(accepted, np.int32), np.concatenate([np.zeros(0, np.int32), *taken]))
     return StepRecord(plan, trees, result, timing)
-
-
-def timing(batch: int, nodes: int, ms: float, *, tokens: int | None = None, **kwargs: object) -> StepTiming:
-    """A decode step."""
-    return StepTiming(batch, batch + nodes, nodes, 0, batch if tokens is None else tokens, ms,
-                      **{"is_decode_only": True, "trees": batch if nodes else 0, **kwargs})  # fmt: skip
 
 
 def planned(budget: Budget, batch: RequestBatch, tree: DraftTree) -> StepPlan:

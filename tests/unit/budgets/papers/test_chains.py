@@ -1,7 +1,3 @@
-"""Acceptance of chains: what was tried, how it fades, and how sure it is."""
-
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -9,7 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_specrollout.budgets.papers.plans import Rate, tokens_per_step, tried_tokens
+from tests.unit.budgets.papers.builders import step
+from vllm_specrollout.budgets.papers.das import DasBudget
+from vllm_specrollout.budgets.papers.histospec import HistoSpecBudget
+from vllm_specrollout.budgets.papers.plans import PaperBudget, Rate, tokens_per_step, tried_tokens
+from vllm_specrollout.budgets.papers.specactor import SpecActorBudget
 
 
 def test_the_first_rejected_token_was_tried_and_those_behind_it_were_not() -> None:
@@ -25,6 +25,17 @@ def test_a_rate_is_the_mean_of_its_cases_newer_steps_weighing_more(steps: list[t
         if n:
             cases, total = 0.98 * cases + n, 0.98 * total + hits
     assert rate.mean == pytest.approx(total / cases if cases else 0.0)
+
+
+@pytest.mark.parametrize("kind", [HistoSpecBudget, DasBudget, SpecActorBudget])
+def test_the_order_of_requests_in_a_step_does_not_matter(kind: type[PaperBudget]) -> None:
+    learned = []
+    for accepted in ([8] * 32 + [0] * 32, [0] * 32 + [8] * 32):
+        budget = kind(24, 16, cost=None)
+        for _ in range(10):
+            budget.observe(step([8] * 64, accepted))
+        learned.append([value for value in vars(budget).values() if isinstance(value, Rate)])
+    assert learned[0] == learned[1] and learned[0]
 
 
 @pytest.mark.parametrize("p", [0.5, 0.7])

@@ -1,7 +1,3 @@
-"""DAS: classes by what answers still need, and a budget that counts all that drafts."""
-
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -13,8 +9,8 @@ from vllm_specrollout.types import Answer, DraftMode, FinishReason, RequestBatch
 _NONE = np.zeros(0, np.int32)
 
 
-def _das(lengths: dict[str, list[int]] | None = None, *, fixed: float = 10.0, row: float = 0.2):
-    budget = DasBudget(24, 16, cost=Line(fixed, row))
+def _das(lengths: dict[str, list[int]] | None = None, *, row: float = 0.2):
+    budget = DasBudget(24, 16, cost=Line(10.0, row))
     for problem_id, known in (lengths or {}).items():
         for length in known:
             _end(budget, problem_id, length)
@@ -54,14 +50,9 @@ def test_classes_are_relative_to_the_answer_that_needs_most() -> None:
 
 def test_a_short_answer_that_goes_on_and_on_becomes_long() -> None:
     budget = _das({"a": [1000], "c": [100]})
-    views = [view("r0", problem_id="a"), view("r1", problem_id="c")]
-    assert budget.classes(RequestBatch.of(views)).tolist() == [LONG, SHORT]
-    views[1] = view("r1", problem_id="c", generated=200)
-    assert budget.classes(RequestBatch.of(views)).tolist() == [LONG, LONG]
-
-
-def test_before_anything_is_known_everything_may_be_long() -> None:
-    assert _das().classes(_batch("a", "b")).tolist() == [LONG, LONG]
+    for generated, kind in ((2, SHORT), (200, LONG)):
+        views = [view("r0", problem_id="a"), view("r1", problem_id="c", generated=generated)]
+        assert budget.classes(RequestBatch.of(views)).tolist() == [LONG, kind]
 
 
 def test_an_aborted_answers_length_is_not_learned() -> None:
@@ -80,26 +71,19 @@ def test_long_answers_draft_most_medium_ones_half_and_short_ones_nothing() -> No
 
 @pytest.mark.parametrize("num_requests", [1, 16, 32, 64])
 @pytest.mark.parametrize("share", [0.2, 1.0])
-def test_all_that_draft_are_counted(num_requests: int, share: float) -> None:
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.8, 0.9])
+def test_all_that_draft_are_counted(num_requests: int, share: float, p: float) -> None:
     """With only one counted, 64 Long requests would draft so much that plain decoding is 1.8 times as fast."""
     budget = _das()
-    budget.acceptance = Rate(1000.0, 800.0)
+    budget.acceptance = Rate(1000.0, 1000.0 * p)
     num_long = max(1, round(share * num_requests))
     num_medium = (num_requests - num_long) // 2
 
     def ms_per_token(k: int) -> float:
         rows = num_requests + num_long * k + num_medium * (k // 2)
-        return (10.0 + 0.2 * rows) / sum(0.8**i for i in range(k + 1))
+        return (10.0 + 0.2 * rows) / sum(p**i for i in range(k + 1))
 
-    best = budget.best_size(num_requests, num_long, num_medium)
-    assert best == int(np.argmin([ms_per_token(k) for k in range(17)]))
-    assert ms_per_token(best) <= ms_per_token(0)
-
-
-def test_many_long_answers_draft_less_each() -> None:
-    budget = _das()
-    sizes = [int(budget.limits(_batch(*["p"] * count)).max_nodes.max()) for count in (1, 4, 16, 64)]
-    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
+    assert budget.best_size(num_requests, num_long, num_medium) == np.argmin([ms_per_token(k) for k in range(17)])
 
 
 def test_who_may_not_draft_is_not_counted() -> None:
@@ -108,23 +92,12 @@ def test_who_may_not_draft_is_not_counted() -> None:
     assert budget.limits(batch).max_nodes[0] == budget.best_size(64, 1, 0) > budget.best_size(64, 64, 0)
 
 
-def test_less_is_drafted_where_less_is_accepted() -> None:
-    budget, sizes = _das(), []
-    for p in (0.1, 0.5, 0.9):
-        budget.acceptance = Rate(1000.0, 1000.0 * p)
-        sizes.append(budget.best_size(4, 4, 0))
-    assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
-
-
-def test_acceptance_is_that_of_all_requests_in_any_order() -> None:
-    one, other = _das(), _das()
-    accepted = [8] * 32 + [0] * 32
+def test_acceptance_is_that_of_all_requests() -> None:
+    budget = _das()
     for _ in range(200):
-        one.observe(step([8] * 64, accepted))
-        other.observe(step([8] * 64, accepted[::-1]))
+        budget.observe(step([8] * 64, [8] * 32 + [0] * 32))
     # half of the requests try 8 tokens and all are right, half try one and it is wrong
-    assert one.acceptance.mean == other.acceptance.mean
-    assert one.acceptance.mean == pytest.approx(8 / 9, rel=1e-3)
+    assert budget.acceptance.mean == pytest.approx(8 / 9, rel=1e-3)
 
 
 def test_a_step_in_which_nothing_is_drafted_says_off_and_why() -> None:

@@ -1,11 +1,8 @@
-"""FastGRPO: equations 1 to 3, and a C_peak that is measured while the engine runs."""
-
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
-from tests.unit.budgets.papers.builders import Line, planned, requests, star_of_chains, step, timing
+from tests.unit.budgets.builders import timing
+from tests.unit.budgets.papers.builders import Line, planned, requests, star_of_chains, step
 from vllm_specrollout.budgets.papers.fastgrpo import K_MAX, FastGrpoBudget
 from vllm_specrollout.budgets.papers.plans import Strategy
 from vllm_specrollout.config.budgets import FastGrpoOptions
@@ -17,27 +14,26 @@ def _fastgrpo(max_nodes: int = 64, cost: Line | None = None, **options: float) -
     return FastGrpoBudget(max_nodes, 16, given, cost=cost or Line(10.0, 0.0))
 
 
-def _ms(rows: int, knee: float, flat: float = 10.0, slope: float = 0.3) -> float:
-    return flat + slope * max(rows - knee, 0.0)
+def _ms(rows: int, knee: float) -> float:
+    return 10.0 + 0.3 * max(rows - knee, 0.0)
 
 
-def _timings(knee: float, largest: int, seed: int = 0, steps: int = 640) -> list[StepTiming]:
-    rng = np.random.default_rng(seed)
-    result = []
-    for _ in range(steps):
+def _timings(knee: float) -> list[StepTiming]:
+    rng, result = np.random.default_rng(0), []
+    for _ in range(640):
         batch = int(rng.integers(1, 9))
-        rows = int(rng.integers(batch, largest + 1))
+        rows = int(rng.integers(batch, 257))
         result.append(timing(batch, rows - batch, _ms(rows, knee) * float(rng.normal(1.0, 0.02))))
     return result
 
 
-def _live(budget: FastGrpoBudget, batches: list[int], knee: float, noise: float = 0.01) -> list[float]:
+def _live(budget: FastGrpoBudget, batches: list[int], knee: float) -> list[float]:
     """C_peak after each step of an engine that drafts all it may."""
     rng, peaks = np.random.default_rng(0), []
     for batch in batches:
         strategy = None if budget.steps_off(batch) else budget.strategy(batch)
         nodes = 0 if strategy is None else batch * strategy.nodes
-        cost = timing(batch, nodes, _ms(batch + nodes, knee) * float(rng.normal(1.0, noise)))
+        cost = timing(batch, nodes, _ms(batch + nodes, knee) * float(rng.normal(1.0, 0.01)))
         budget.observe(step([0] * batch, [0] * batch, timing=cost))
         peaks.append(budget.c_peak)
     return peaks
@@ -60,24 +56,23 @@ def test_size_depth_and_beam_follow_the_equations(c_peak: int, batch: int, expec
 
 def test_a_c_peak_that_was_set_is_not_measured() -> None:
     budget = _fastgrpo(c_peak=64)
-    budget.seed(_timings(200, 256))
+    budget.seed(_timings(200))
     _live(budget, [4] * 200, knee=20.0)
     assert budget.c_peak == 64.0 and budget.knee is None
 
 
 @pytest.mark.parametrize("knee", [24, 48, 96])
-def test_the_knee_is_learned_from_the_steps_that_are_run(knee: int) -> None:
+@pytest.mark.parametrize("is_profile", [False, True])
+def test_the_knee_is_learned_from_the_steps_that_are_run_or_from_a_profile_before_the_first(
+    knee: int, is_profile: bool
+) -> None:
     budget = _fastgrpo()
-    for cost in _timings(knee, 256):
-        budget.observe(step([], [], timing=cost))
-    assert budget.knee is not None
-    assert budget.c_peak == pytest.approx(knee, rel=0.3)
-
-
-def test_a_profile_gives_the_knee_before_the_first_step() -> None:
-    budget = _fastgrpo()
-    budget.seed(_timings(96, 256))
-    assert budget.c_peak == pytest.approx(96, rel=0.3)
+    if is_profile:
+        budget.seed(_timings(knee))
+    else:
+        for cost in _timings(knee):
+            budget.observe(step([], [], timing=cost))
+    assert budget.knee is not None and budget.c_peak == pytest.approx(knee, rel=0.3)
 
 
 @pytest.mark.parametrize("batch", [1, 16, 17, 64, 128])
@@ -137,14 +132,9 @@ def test_branches_and_drafting_are_not_taken_for_the_forward_pass() -> None:
     for rows in (4, 8, 16, 32, 64, 128):
         ms = _ms(rows, 32.0)
         plain.observe(step([], [], timing=timing(1, rows - 1, ms)))
-        extra = timing(1, rows - 1, ms + 2.0 + 1.5, ask_ms=2.0)
-        loaded.observe(step([], [], timing=StepTiming(**{**_fields(extra), "branches": 3})))
+        loaded.observe(step([], [], timing=timing(1, rows - 1, ms + 2.0 + 1.5, ask_ms=2.0, branches=3)))
     assert loaded._ms.keys() == plain._ms.keys()
     assert [ms[0] for ms in loaded._ms.values()] == pytest.approx([ms[0] for ms in plain._ms.values()])
-
-
-def _fields(cost: StepTiming) -> dict[str, object]:
-    return {name: getattr(cost, name) for name in StepTiming.__slots__}
 
 
 def test_steps_with_prompts_say_nothing_of_the_knee() -> None:

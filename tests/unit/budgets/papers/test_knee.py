@@ -1,6 +1,4 @@
-"""The knee: found where there is one, through noise; where a line has grown obviously; nothing beyond the data."""
-
-from __future__ import annotations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +8,8 @@ from vllm_specrollout.budgets.papers.knee import find_knee
 _ROWS = np.asarray([1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256])
 
 
-def _curve(knee: float, flat: float = 10.0, before: float = 0.0, after: float = 0.2) -> np.ndarray:
-    return flat + before * np.minimum(_ROWS, knee) + after * np.maximum(_ROWS - knee, 0.0)
+def _curve(knee: float, before: float = 0.0) -> np.ndarray:
+    return 10.0 + before * np.minimum(_ROWS, knee) + 0.2 * np.maximum(_ROWS - knee, 0.0)
 
 
 @pytest.mark.parametrize("knee", [16, 32, 64, 96, 128])
@@ -44,14 +42,21 @@ def test_a_straight_lines_knee_is_where_it_is_a_tenth_above_one_row(seed: int) -
     assert found.ms == pytest.approx(1.1 * 12.2, rel=0.05)
 
 
-def test_with_few_row_counts_the_knee_is_no_lower_than_the_last_level_one() -> None:
-    found = find_knee([64, 128, 256], [10.0, 10.0, 26.8])
-    assert found is not None and found.rows == 128
-
-
-def test_how_much_a_line_must_have_grown_can_be_set() -> None:
-    found = find_knee(_ROWS, 10.0 + 0.1 * _ROWS, growth=0.5)
-    assert found is not None and found.rows == pytest.approx(1.0 + 0.5 * 10.1 / 0.1)
+@pytest.mark.parametrize(
+    ("rows", "ms", "growth", "knee"),
+    [
+        ([64, 128, 256], [10.0, 10.0, 26.8], {}, 128),
+        ([64, 64, 128, 128], [10.0, 10.0, 19.0, 19.0], {}, 64),
+        ([1, 2, 4, 8], [1.0, 2.0, 4.0, 8.0], {}, 1.1),
+        (_ROWS, 10.0 + 0.1 * _ROWS, {"growth": 0.5}, 1.0 + 0.5 * 10.1 / 0.1),
+    ],
+    ids=["the last level one", "a doubling tells", "time in proportion", "how much must have grown is set"],
+)
+def test_with_few_row_counts_or_a_straight_line_the_knee_is_where_time_has_grown(
+    rows: Any, ms: Any, growth: dict[str, float], knee: float
+) -> None:
+    found = find_knee(rows, ms, **growth)
+    assert found is not None and found.rows == pytest.approx(knee)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -66,19 +71,9 @@ def test_less_than_a_doubling_of_the_rows_tells_nothing() -> None:
     assert find_knee([], []) is None
 
 
-def test_a_doubling_that_costs_much_more_is_enough_to_tell() -> None:
-    found = find_knee([64, 64, 128, 128], [10.0, 10.0, 19.0, 19.0])
-    assert found is not None and found.rows == 64
-
-
 def test_a_curve_that_flattens_has_no_corner() -> None:
     found = find_knee(_ROWS, 10.0 + 5.0 * np.sqrt(_ROWS))
     assert found is not None and not found.is_corner
-
-
-def test_time_in_proportion_to_rows_has_grown_with_the_second_row() -> None:
-    found = find_knee([1, 2, 4, 8], [1.0, 2.0, 4.0, 8.0])
-    assert found is not None and found.rows == pytest.approx(1.1)
 
 
 def test_the_order_and_the_unit_of_the_points_do_not_matter() -> None:

@@ -1,15 +1,12 @@
-"""No budget remembers requests for ever that nobody told it the end of."""
-
-from __future__ import annotations
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from tests.trees import batch_of, chain
-from tests.unit.budgets.papers.builders import view
+from tests.unit.budgets.papers.builders import step, view
 from vllm_specrollout.budgets.registry import make_budget, names
 from vllm_specrollout.config import SpecRolloutConfig
-from vllm_specrollout.types import Answer, FinishReason, RequestBatch, StepRecord, VerifyResult
+from vllm_specrollout.types import Answer, FinishReason, RequestBatch
 
 
 @pytest.mark.parametrize("name", names())
@@ -22,8 +19,6 @@ def test_requests_whose_last_step_comes_home_after_their_end_leave_nothing(name:
         budget.limits(batch)
         if is_told:
             budget.finish(Answer(f"r{number}", "p", nothing, nothing, FinishReason.FINISHED, 0))
-        trees = batch_of([chain([1, 2])], [f"r{number}"])
-        accepted = np.asarray([1], np.int32)
-        budget.observe(StepRecord(None, trees, VerifyResult(accepted, np.asarray([0], np.int32)), None, batch))
+        budget.observe(replace(step([2], [1], names=batch.request_ids), batch=batch))
     kept = {key: len(value) for key, value in vars(budget).items() if isinstance(value, dict)}
     assert max(kept.values(), default=0) < 100, kept

@@ -1,12 +1,6 @@
-"""What all published budgets do alike: stay within what requests allow, and say so when there is nothing to draft."""
-
-from __future__ import annotations
-
 import numpy as np
-import pytest
 
-from tests.trees import batch_of
-from tests.unit.budgets.papers.builders import requests, star_of_chains
+from tests.unit.budgets.papers.builders import requests
 from vllm_specrollout.budgets.papers.plans import (
     Strategy,
     chain_limits,
@@ -35,13 +29,3 @@ def test_without_limits_nothing_is_merged_and_the_step_is_off() -> None:
     plan = everything_within([], no_drafts(batch, "large batch"), batch)
     assert (plan.is_on, plan.reason, plan.trees.num_nodes) == (False, "large batch", 0)
     assert list(plan.trees.request_ids) == ["r0", "r1"]
-
-
-@pytest.mark.parametrize("top_k", [1, 2, 3])
-def test_no_more_than_the_beam_of_a_level_is_expanded(top_k: int) -> None:
-    batch = requests(1)
-    limits = tree_limits(batch, Strategy(64, 4, top_k), "explore")
-    # 5 chains below the root: top_k children of the root, and all of them go on
-    plan = everything_within([batch_of([star_of_chains(5, 4)], ["r0"])], limits, batch, width=top_k)
-    depths, counts = np.unique(plan.trees.depth, return_counts=True)
-    assert depths.tolist() == [1, 2, 3, 4] and set(counts.tolist()) == {top_k}

@@ -1,19 +1,16 @@
-"""TLT: off for large batches, strategies by batch, rewards that go to the arm which earned them."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from tests.trees import batch_of
-from tests.unit.budgets.papers.builders import Line, planned, requests, star_of_chains, step, timing
+from tests.unit.budgets.builders import timing
+from tests.unit.budgets.papers.builders import Line, planned, requests, star_of_chains, step
 from vllm_specrollout.budgets.papers import tlt
 from vllm_specrollout.budgets.papers.plans import Strategy
 from vllm_specrollout.budgets.papers.tlt import Draw, TltBudget, strategies_for
 from vllm_specrollout.config.budgets import TltOptions
-from vllm_specrollout.types import DraftMode, StepPlan, StepRecord
+from vllm_specrollout.types import StepPlan, StepRecord
 
 
 def _tlt(seed: int = 0, *, fixed: float = 10.0, row: float = 0.2, **options: float) -> TltBudget:
@@ -139,8 +136,3 @@ def test_steps_with_prompts_or_without_drafts_reward_nobody() -> None:
 def test_under_one_seed_it_always_draws_the_same() -> None:
     runs = [_run(b := _tlt(seed), 200, batch=4, best=b.strategies[1][2]) for seed in (3, 3, 4)]
     assert runs[0] == runs[1] != runs[2]
-
-
-def test_requests_that_may_not_draft_are_not_asked_for() -> None:
-    limits = _tlt().limits(requests(3, shape=DraftMode.OFF))
-    assert not limits.wants_any and limits.reason == "nothing to draft"
