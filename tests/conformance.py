@@ -10,7 +10,6 @@ from bench.runner.switches import SwitchCounter
 from tests import drafters
 from tests.e2e import pausing, test_distribution, test_v1_small
 from tests.e2e.identity import fuzz
-from tests.unit import test_speculator
 from tests.unit.observe import test_contained
 from vllm_specrollout.budgets.base import Budget
 from vllm_specrollout.drafters.base import Drafter
@@ -30,7 +29,6 @@ DRAFTERS: list[type[Drafter]] = [
 BUDGETS: list[type[Budget]] = [
     pausing.NeverPays,
     test_contained.Broken,
-    test_speculator.Remembers,
     test_v1_small.Forgets,
 ]
 LISTENERS: list[type[Listener]] = [Metrics, Recorder, SwitchCounter]
