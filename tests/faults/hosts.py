@@ -10,7 +10,6 @@ import functools
 import math
 import random
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -21,15 +20,13 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm_specrollout.kernels.draft_choice.naive import choose
 from vllm_specrollout.kernels.tree_rows.naive import lay_out
 
-from tests.faults.breaking import Broken, Deaf, Knowing
+from tests.faults.acting import MOST_DRAFTED, Acting
+from tests.faults.breaking import Deaf
 from tests.faults.devices import Device, Output, RunnerV1, RunnerV2
 from tests.faults.schedule import Schedule
-from tests.faults.stand_ins import Background, Clock, Disk, Event, Grammars
+from tests.faults.stand_ins import Background, Clock, Event, Grammars
 from tests.faults.target import VOCAB, Cache, Prompted, extend, following, state_of
 from tests.unit.replay.builders import ListSink
-from vllm_specrollout.budgets.registry import make_budget
-from vllm_specrollout.config import SpecRolloutConfig
-from vllm_specrollout.config.budgets import OPTIONS
 from vllm_specrollout.config.drafters import HistoryConfig, NgramConfig
 from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.drafters.looked_up import LookedUpHistory, LookedUpNgram
@@ -47,7 +44,6 @@ from vllm_specrollout.types import Answer, RequestView
 from vllm_specrollout.worker.scheduler import endings_of
 
 KINDS = ("v1", "v2", "v2 ahead")
-MOST_DRAFTED = 12
 MOST_REQUESTS = 6
 WITHOUT_A_DEVICE: dict[str, Any] = {
     "inputs.lay_out": lay_out,
@@ -72,7 +68,7 @@ class Asked:
     is_aborted: bool = False
 
 
-class Engine:
+class Engine(Acting):
     """One engine of a kind, for one schedule.
 
     Args:
@@ -81,8 +77,11 @@ class Engine:
         folder: where a history is kept, if the schedule wants that.
     """
 
+    vocab_size, source = VOCAB, 0
+
     def __init__(self, schedule: Schedule, kind: str, bench: Any, folder: str, patch: pytest.MonkeyPatch) -> None:
-        self.schedule, self.kind, self._patch = schedule, kind, patch
+        self.kind, self._patch = kind, patch
+        self._begin(schedule, patch)
         chance = schedule.chance("setting")
         self.clock = Clock(schedule.chance("clock"))
         self.block_size = bench.block_size
@@ -90,21 +89,16 @@ class Engine:
         self.num_blocks = chance.choice((26, 40, 200))
         self.scheduler = bench.scheduler(kind, self.num_blocks, Grammars())
         self.device = Device(Cache(self.block_size))
-        self.violations: list[str] = []
-        self.asked: dict[str, Asked] = {}
         self.told: dict[str, Answer] = {}
         self._expected: dict[str, tuple[list[int], int]] = {}
         self._count = 0
         self._hasher = get_request_block_hasher(self.block_size, sha256)
         self._flying: deque[tuple[Any, Any, int]] = deque()
-        self._weights_given, self.is_asleep, self.disk = 1, False, Disk(patch)
-        self.num_steps = 0
         # which weights were noticed, as it has to be
         self._version = self._computed = 0
         self._seen: int | None = None
         self._is_touched = self._is_signalled = False
         self._prompts = [[chance.randrange(VOCAB) for _ in range(chance.randrange(1, 40))] for _ in range(3)]
-        self._expected_failures: set[str] = set()
         # what schedules are to bring about now and then
         self.seen: set[str] = set()
         self._make_speculator(chance, folder)
@@ -113,9 +107,6 @@ class Engine:
     # --- set-up ------------------------------------------------------------------------------------------------------
 
     def _make_speculator(self, chance: random.Random, folder: str) -> None:
-        seed = self.schedule.seed
-        self.sound = Knowing(self._truth, VOCAB, seed, source=0)
-        self.broken = Broken(Knowing(self._truth, VOCAB, seed + 1, source=1))
         history = HistoryConfig(dir=folder if chance.random() < 0.4 else "", max_mib=1, epochs=2)
         self.background = Background()
         store = HistoryStore(history, self.background.submit)
@@ -128,9 +119,8 @@ class Engine:
         drafters = [self.sound, self.broken, self.history, ngram]
         own = self.schedule.chance("beside")
         self.metrics = Metrics(("knowing 0", "broken", "history", "ngram"))
-        self._budget_name = chance.choice([name for name in OPTIONS if name != "off"])
         self.speculator = Speculator(
-            drafters, self._budget(), vocab_size=VOCAB, guard=Guard(is_strict=False),
+            drafters, self._choose_budget(chance), vocab_size=VOCAB, guard=Guard(is_strict=False),
             listeners=[*self._watching(own), self.metrics], time_share=own.choice((math.inf, math.inf, 1.0, 0.2)),
             clock=self.clock,
         )  # fmt: skip
@@ -160,10 +150,6 @@ class Engine:
         self.sink = ListSink()
         header = Header(runner=self.kind[:2], max_num_seqs=MOST_REQUESTS, max_draft_tokens=MOST_DRAFTED, max_depth=8)
         return [Recorder(header, self.sink, self.clock)]
-
-    def _budget(self) -> Any:
-        config = SpecRolloutConfig(budget=self._budget_name, max_draft_tokens=MOST_DRAFTED, max_depth=8)
-        return make_budget(config, seed=self.schedule.seed)
 
     def _make_runner(self) -> None:
         patched, chance = SimpleNamespace(perf_counter=self.clock), self.schedule.chance("withheld")
@@ -196,15 +182,14 @@ class Engine:
             return []
         return [*row.tokens[len(shown) :], *row.comes(count, self.device.weights)][:count]
 
-    def _check(self, holds: bool, what: str) -> None:
-        if not holds:
-            self.violations.append(what)
-
     # --- steps -------------------------------------------------------------------------------------------------------
+
+    def has_requests(self) -> bool:
+        return self.scheduler.has_requests() or bool(self._flying)
 
     def step(self) -> None:
         """As vLLM's engine core does it."""
-        if not self.scheduler.has_requests() and not self._flying:
+        if not self.has_requests():
             return
         self.num_steps += 1
         self.background.let()
@@ -273,6 +258,3 @@ class Engine:
     def _drain(self) -> None:
         while self._flying:
             self._land()
-
-    def running(self) -> Iterator[Asked]:
-        return (one for one in self.asked.values() if not one.is_over and not one.is_aborted)
