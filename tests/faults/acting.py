@@ -1,9 +1,8 @@
 """What schedules do to an engine, with a model or without one: the acts that are the same for both, and their order."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -20,6 +19,21 @@ MOST_DRAFTED = 12
 MOST_STEPS = 3000
 
 
+@dataclass
+class Asked:
+    """One request, as its client knows it."""
+
+    name: str
+    # what its answer follows from
+    wanted: Any
+    # those that came
+    tokens: Any
+    most: int = 0
+    stops: frozenset[int] = frozenset()
+    is_over: bool = False
+    is_aborted: bool = False
+
+
 class Acting:
     """Whoever inherits says how an engine is asked and stepped, how its weights change, and how it sleeps."""
 
@@ -32,7 +46,7 @@ class Acting:
 
     def _begin(self, schedule: Schedule, patch: pytest.MonkeyPatch) -> None:
         self.schedule, self.disk = schedule, Disk(patch)
-        self.asked, self.violations, self._expected_failures = dict[str, Any](), list[str](), set[str]()
+        self.asked, self.violations, self._expected_failures = dict[str, Asked](), list[str](), set[str]()
         # (part, fault)
         self.broke = set[tuple[str, str]]()
         self.sound, self.broken = self._knowing(schedule.seed, 0), Broken(self._knowing(schedule.seed + 1, 1))
@@ -57,7 +71,7 @@ class Acting:
         self._resume()
         self._end()
 
-    def running(self) -> list[Any]:
+    def running(self) -> list[Asked]:
         return [one for one in self.asked.values() if not one.is_over and not one.is_aborted]
 
     def _check(self, holds: bool, what: str) -> None:
@@ -85,6 +99,12 @@ class Acting:
     def _step(self, chance: random.Random) -> None:
         for _ in range(chance.randrange(1, 5)):
             self.step()
+
+    def _abort(self, chance: random.Random, share: float = 0.4) -> None:
+        for one in self.running():
+            if chance.random() < share:
+                one.is_aborted = True
+                self.cancel(one.name)
 
     def _break_a_drafter(self, chance: random.Random) -> None:
         part, fault = drawn(chance)

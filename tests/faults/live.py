@@ -4,12 +4,9 @@ What belongs here: how each act is done to vLLM. Every request's answer is known
 weights, from stock vLLM. Other weights come when nobody runs; the same ones come, in every way there is, while some do.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -18,7 +15,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.e2e.identity.cases import Case
 from tests.e2e.identity.engines import Engine
-from tests.faults.acting import MOST_DRAFTED, Acting
+from tests.faults.acting import MOST_DRAFTED, Acting, Asked
 from tests.faults.schedule import Schedule
 from vllm_specrollout.budgets.base import Backoff
 from vllm_specrollout.budgets.fixed import FixedBudget
@@ -40,17 +37,6 @@ def norm_of(runner: Any) -> torch.Tensor:
 def write(norm: torch.Tensor, first: torch.Tensor, weights: int) -> None:
     factor = 0.6 + 0.8 * torch.rand(first.shape, generator=torch.Generator().manual_seed(weights)) if weights else 1.0
     norm.copy_(first * factor)
-
-
-@dataclass
-class Asked:
-    """One request, and what its samples have so far."""
-
-    name: str
-    case: Case
-    tokens: dict[int, list[int]] = field(default_factory=dict)
-    is_over: bool = False
-    is_aborted: bool = False
 
 
 class Live(Acting):
@@ -109,7 +95,7 @@ class Live(Acting):
 
     def _ask_one(self, case: Case) -> None:
         name = f"schedule-{self.schedule.seed}-{len(self.asked)}"
-        self.asked[name] = Asked(name, case)
+        self.asked[name] = Asked(name, case, {})
         self._engine.add_request(name, {"prompt_token_ids": case.prompt}, case.sampling())
 
     def has_requests(self) -> bool:
@@ -125,27 +111,24 @@ class Live(Acting):
         for output in self._engine.step():
             asked = self.asked[output.request_id]
             self._check(not asked.is_over and not asked.is_aborted, f"{asked.name} goes on after its end")
-            wanted = self.answers[self.weights][asked.case.problem_id]
+            wanted = self.answers[self.weights][asked.wanted.problem_id]
             for sample in output.outputs:
                 got = asked.tokens[sample.index] = list(sample.token_ids)
                 stocks = wanted[sample.index]
                 holds = got == (stocks if sample.finish_reason else stocks[: len(got)])
-                self._check(holds, f"{asked.name} ({asked.case.name}): {got}, stock's {stocks}")
+                self._check(holds, f"{asked.name} ({asked.wanted.name}): {got}, stock's {stocks}")
             asked.is_over = output.finished
 
-    def _abort(self, chance: random.Random) -> None:
-        for one in self.running():
-            if chance.random() < 0.4:
-                one.is_aborted = True
-                self._engine.abort_request([one.name])
+    def cancel(self, name: str) -> None:
+        self._engine.abort_request([name])
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
-    def _weights(self) -> list[tuple[str, torch.Tensor]]:
-        return [("model.norm.weight", norm_of(self.runner).clone())]
+    def _load(self, norm: torch.Tensor) -> None:
+        self.runner.get_model().load_weights([("model.norm.weight", norm.clone())])
 
     def _reload(self, chance: random.Random) -> None:
-        self.runner.get_model().load_weights(self._weights())
+        self._load(norm_of(self.runner))
 
     def _push_in_pieces(self, chance: random.Random) -> None:
         for _ in range(chance.randrange(2, 4)):
@@ -160,9 +143,7 @@ class Live(Acting):
     def _push(self, chance: random.Random) -> None:
         """The other weights, when nobody runs: what does is aborted, or finished first."""
         if chance.random() < 0.5:
-            self._engine.abort_request([one.name for one in self.running()])
-            for one in self.running():
-                one.is_aborted = True
+            self._abort(chance, share=1.0)
         self._finish()
         self.weights = 1 - self.weights
         if chance.random() < 0.5:
@@ -170,7 +151,7 @@ class Live(Acting):
         else:
             norm = self._first.clone()
             write(norm, self._first, self.weights)
-            self.runner.get_model().load_weights([("model.norm.weight", norm)])
+            self._load(norm)
         self._engine.reset_prefix_cache()
 
     def _reset(self, chance: random.Random) -> None:

@@ -1,7 +1,5 @@
 """Which schedules are run, and how one is run again."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

@@ -3,10 +3,6 @@
 20 seeds here, 200 in `make faults`. A failing one prints what repeats it; engine and KV cache are shared by all.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("vllm")
@@ -50,9 +46,7 @@ def _truth(path: str, requests: list[Case]) -> list[Answers]:
     return found
 
 
-def test_no_schedule_of_faults_changes_a_token_of_a_running_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_schedule_of_faults_changes_a_token_of_a_running_engine(tmp_path, monkeypatch) -> None:
     path, requests = model(tmp_path, "llama", "float32"), _cases()
     truth, every = _truth(path, requests), seeds(ON_ENGINES)
     settings = {
