@@ -1,7 +1,5 @@
 """Expected lengths: from the problem's past, else everybody's, revised as an answer outgrows them."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Which waiting request gets the next place: the one expected to be longest."""
 
-from __future__ import annotations
-
 import random
 
 from hypothesis import given
