@@ -6,19 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from vllm_specrollout.bench.policy.grpo import (  # noqa: E402
-    AnswerGroup,
-    GrpoConfig,
-    GrpoTrainer,
-    clipped_terms,
-    group_advantages,
-)
-from vllm_specrollout.bench.policy.random_model import make_random_model  # noqa: E402
+import torch
+from vllm_specrollout.bench.policy.grpo import AnswerGroup, GrpoConfig, GrpoTrainer, clipped_terms, group_advantages
+from vllm_specrollout.bench.policy.random_model import make_random_model
 
-from vllm_specrollout.errors import ConfigError  # noqa: E402
+from vllm_specrollout.errors import ConfigError
 
 PROMPT = (3, 87, 261)
 MIXED = AnswerGroup(prompt_ids=PROMPT, answers=((5, 6, 7), (8, 9), (10, 11, 12, 4)), rewards=(1.0, 0.0, 0.0))

@@ -2,21 +2,11 @@ from statistics import fmean
 
 import msgspec
 import pytest
-from vllm_specrollout.bench.studies.what_if import (
-    ARMS,
-    STEPS,
-    TRY,
-    TryInputs,
-    WhatIfInputs,
-    dealt,
-    drawn,
-    repeat_try,
-    run,
-    run_arm,
-)
+from vllm_specrollout.bench.studies import what_if
+from vllm_specrollout.bench.studies.what_if import ARMS, STEPS, TRY, TryInputs, dealt, drawn, repeat_try, run, run_arm
 
 SMALL = msgspec.structs.replace(
-    WhatIfInputs(), engines=(2, 4), rollouts=2, failing=(4,), per_host=2, hosts_per_rack=1, requests=16
+    what_if.WhatIfInputs(), engines=(2, 4), rollouts=2, failing=(4,), per_host=2, hosts_per_rack=1, requests=16
 )
 
 
