@@ -1,6 +1,5 @@
 import logging
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -56,37 +55,27 @@ def toy(tmp_path, monkeypatch):
     sys.modules.pop(name, None)
 
 
-def declare(target: str, why: str = "to test", wrap: Callable | None = None) -> Patch:
-    return Patch(
-        target=target,
-        wrap=wrap or (lambda original: lambda *args: f"ours over {original(*args)}"),
-        why=why,
-        upstream="",
-        versions=("0",),
-        remove_when="never",
-        process="frontend",
-    )
+def declare(target: str, why: str = "to test") -> Patch:
+    own = {"target": target, "wrap": lambda original: lambda *args: f"ours over {original(*args)}", "why": why}
+    return Patch(**own, upstream="", versions=("0",), remove_when="never", process="frontend")
 
 
-def test_a_patch_waits_until_somebody_imports_its_module(toy):
+def test_a_patch_waits_with_the_import_hook_until_somebody_imports_its_module(toy):
     patch = declare(f"{toy}:Toy.method")
+    for _ in range(2):
+        patches.apply(patch)
+        assert patches.state(patch) == "waiting" and toy not in sys.modules and patches._arrival in sys.meta_path
+    module = __import__(toy)
+    assert patches.state(patch) == "applied" and patches._arrival not in sys.meta_path
     patches.apply(patch)
-    assert patches.state(patch) == "waiting" and toy not in sys.modules
-    module = __import__(toy)
-    assert patches.state(patch) == "applied"
-    assert module.Toy().method() == "ours over stock"
+    assert module.Toy().method() == "ours over stock", "patched once"
 
 
-def test_a_module_that_is_already_imported_is_patched_at_once(toy):
+def test_of_a_module_that_is_already_imported_static_and_class_methods_stay_what_they_are(toy):
     module = __import__(toy)
-    patches.apply(declare(f"{toy}:function"))
+    for name in ("function", "Toy.static", "Toy.of_class"):
+        patches.apply(declare(f"{toy}:{name}"))
     assert module.function() == "ours over stock"
-
-
-def test_static_and_class_methods_stay_what_they_are(toy):
-    module = __import__(toy)
-    patches.apply(declare(f"{toy}:Toy.static"))
-    patches.apply(declare(f"{toy}:Toy.of_class"))
     assert module.Toy.static() == module.Toy().static() == "ours over stock"
     assert module.Toy.of_class() == module.Toy().of_class() == "ours over stock Toy"
 
@@ -97,15 +86,6 @@ def test_patching_an_inherited_method_leaves_its_base_alone(toy):
     assert module.Toy().inherited() == "ours over stock" and module.Base().inherited() == "stock"
     patches.undo_all()
     assert "inherited" not in vars(module.Toy)
-
-
-def test_applying_a_patch_again_changes_nothing(toy):
-    patch = declare(f"{toy}:Toy.method")
-    patches.apply(patch)
-    patches.apply(patch)
-    module = __import__(toy)
-    patches.apply(patch)
-    assert module.Toy().method() == "ours over stock"
 
 
 @pytest.mark.parametrize("is_imported", [False, True])
@@ -124,13 +104,6 @@ def test_undoing_puts_the_very_originals_back(toy):
         patches.apply(declare(f"{toy}:Toy.{name}"))
     patches.undo_all()
     assert all(vars(module.Toy)[name] is before[name] for name in ("method", "static", "of_class"))
-    assert patches._arrival not in sys.meta_path
-
-
-def test_the_import_hook_leaves_when_nothing_waits_any_more(toy):
-    patches.apply(declare(f"{toy}:Toy.method"))
-    assert patches._arrival in sys.meta_path
-    __import__(toy)
     assert patches._arrival not in sys.meta_path
 
 

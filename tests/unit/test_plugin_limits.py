@@ -4,7 +4,6 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_specrollout.config import SpecRolloutConfig
-from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.patches import features, supported
 from vllm_specrollout.server import engines, limits, settings
 
@@ -12,32 +11,26 @@ HERE = Path(__file__).parent
 WORKER, SCHEDULER = "ours.Worker", "ours.Scheduler"
 V1 = engines.Engine("V1", WORKER, SCHEDULER)
 V2 = engines.Engine("V2", WORKER, SCHEDULER, "ours.AsyncScheduler")
-STOCK_ARGS = dict(
-    speculative_config=None,
-    spec_method=None,
-    spec_model=None,
-    spec_tokens=None,
-    pipeline_parallel_size=1,
-    prefill_context_parallel_size=1,
-    decode_context_parallel_size=1,
-    data_parallel_size=1,
-    enable_dbo=False,
-    ubatch_size=0,
-    kv_transfer_config=None,
-    kv_offloading_size=None,
-    kv_sharing_fast_prefill=False,
-    async_scheduling=None,
-    block_size=None,
-    per_request_spec_decode_metrics="none",
-    enable_return_routed_experts=False,
-    return_sampling_mask=False,
-    use_fp64_gumbel=False,
-    watermark_config=None,
-    diffusion_config=None,
-    worker_cls="auto",
-    scheduler_cls=None,
-    additional_config={},
+NONE = (
+    "kv_transfer_config",
+    "kv_offloading_size",
+    "block_size",
+    "watermark_config",
+    "diffusion_config",
+    "scheduler_cls",
 )
+FALSE = (
+    "enable_dbo",
+    "kv_sharing_fast_prefill",
+    "enable_return_routed_experts",
+    "return_sampling_mask",
+    "use_fp64_gumbel",
+)
+ONE = ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size")
+STOCK_ARGS = {
+    **{**dict.fromkeys(NONE), **dict.fromkeys(FALSE, False), **dict.fromkeys(ONE, 1)},
+    **{"ubatch_size": 0, "worker_cls": "auto"},
+}
 REFUSED_ARGS = {
     "pipeline parallel": dict(pipeline_parallel_size=2),
     "prefill context parallel": dict(prefill_context_parallel_size=2),
@@ -78,33 +71,26 @@ REFUSED_CONFIGS = {
 }
 
 
-class AsyncEngineArgs(SimpleNamespace):
-    """Named like vLLM's: only the name is looked at."""
-
-
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch):
     for name in ("VLLM_SPEC_ROLLOUT", "VLLM_USE_V2_MODEL_RUNNER", "TRITON_INTERPRET"):
         monkeypatch.delenv(name, raising=False)
 
 
-def check(config=None, kind=SimpleNamespace, engine=V1, **changes):
-    limits.check_engine_args(kind(**{**STOCK_ARGS, **changes}), config or SpecRolloutConfig(), engine)
+def check(config=None, engine=V1, **changes):
+    limits.check_engine_args(SimpleNamespace(**{**STOCK_ARGS, **changes}), config or SpecRolloutConfig(), engine)
 
 
 def on_version(version, **changes):
     limits.check_version(SimpleNamespace(**{**STOCK_ARGS, **changes}), features.TABLE[version], version)
 
 
-def test_stock_arguments_are_accepted():
-    check()
-    limits.check_vllm_config(SimpleNamespace(**STOCK_CONFIG))
-
-
 @pytest.mark.parametrize(
     "changes",
     [
+        dict(),
         dict(block_size=64),
+        dict(engine=V2, async_scheduling=True, block_size=16),
         dict(async_scheduling=False),
         dict(async_scheduling=True),
         dict(data_parallel_size=4),
@@ -115,8 +101,9 @@ def test_stock_arguments_are_accepted():
     ],
     ids=str,
 )
-def test_what_does_no_harm_is_accepted(changes):
+def test_stock_arguments_and_what_does_no_harm_are_accepted(changes):
     check(**changes)
+    limits.check_vllm_config(SimpleNamespace(**STOCK_CONFIG))
 
 
 def test_every_refusal_reads_as_recorded(recorded, render_refusals, monkeypatch):
@@ -131,8 +118,8 @@ def test_every_refusal_reads_as_recorded(recorded, render_refusals, monkeypatch)
             for k, v in REFUSED_CONFIGS.items()
         },
         "additional_config that is no dict": lambda: settings.additional(config(additional_config=Path())),
-        "vLLM missing": lambda: _raise(supported.version_problem(None)),
-        "vLLM too old": lambda: _raise(supported.version_problem("0.31.2")),
+        "vLLM missing": lambda: _raise(None),
+        "vLLM too old": lambda: _raise("0.31.2"),
     }
     text = render_refusals(cases, hide={"PosixPath": "Path"})
     text += "\n" + render_refusals(
@@ -153,13 +140,18 @@ def test_every_refusal_reads_as_recorded(recorded, render_refusals, monkeypatch)
     assert text == recorded(HERE / "refusals" / "limits.txt", text)
 
 
+def _raise(version):
+    raise supported.version_problem(version)
+
+
 def choose(is_cpu=True, is_cuda=False, platform=""):
     return engines.choose(is_cpu=is_cpu, is_cuda=is_cuda, platform=platform)
 
 
-def test_the_engine_follows_platform_and_model_runner(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+def test_the_engine_follows_platform_and_model_runner_but_on_cuda_there_is_v2_alone(monkeypatch):
     assert choose() is engines.CPU_V1
+    assert choose(is_cpu=False, is_cuda=True) is engines.GPU_V2
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     assert choose(is_cpu=False, is_cuda=True) is engines.GPU_V2
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -168,64 +160,21 @@ def test_the_engine_follows_platform_and_model_runner(monkeypatch):
     assert engines.CPU_V1.scheduler_for(is_async=True) == engines.CPU_V1.scheduler
 
 
-def test_on_cuda_the_v1_runner_is_refused_also_when_it_is_asked_for(monkeypatch):
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    engine = choose(is_cpu=False, is_cuda=True)
-    assert engine is engines.GPU_V2
-    with pytest.raises(UnsupportedError, match="chose its V1 model runner"):
-        engines.check_runner(engine, uses_v2=False)
-
-
-def test_what_only_v1_cannot_do_is_accepted_on_v2():
-    check(engine=V2, async_scheduling=True, block_size=16)
-    with pytest.raises(UnsupportedError):
-        check(block_size=16)
-
-
-def _raise(error):
-    assert error is not None
-    raise error
-
-
 def test_a_keyword_outranks_additional_config_and_both_outrank_the_environment(monkeypatch):
     monkeypatch.setenv("VLLM_SPEC_ROLLOUT", '{"max_depth": 1}')
     args = SimpleNamespace(additional_config={})
     assert settings.requested(args)[0].max_depth == 1
-    args.additional_config = {"spec_rollout": {"max_depth": 2}, "other": 5}
+    given = args.additional_config = {"spec_rollout": {"max_depth": 2}, "other": 5}
     assert settings.requested(args)[0].max_depth == 2
     settings.fold(args, {"max_depth": 3}, "spec_rollout")
     assert settings.requested(args)[0].max_depth == 3
     assert args.additional_config["other"] == 5
+    assert given == {"spec_rollout": {"max_depth": 2}, "other": 5}, "the user's own dict is left alone"
 
 
-def test_what_only_the_environment_asks_for_is_a_wish(monkeypatch):
-    monkeypatch.setenv("VLLM_SPEC_ROLLOUT", "1")
-    args = SimpleNamespace(additional_config={"other": 5})
-    assert settings.requested(args) == (SpecRolloutConfig(), True)
-    settings.fold(args, True, "spec_rollout")
-    assert settings.requested(args) == (SpecRolloutConfig(), False)
-
-
-def test_false_switches_off_what_the_environment_switched_on(monkeypatch):
-    monkeypatch.setenv("VLLM_SPEC_ROLLOUT", "1")
-    args = SimpleNamespace(additional_config={})
-    settings.fold(args, False, "spec_rollout")
-    assert settings.requested(args)[0] is None
-
-
-def test_folding_leaves_the_users_own_dict_alone():
-    given = {"other": 5}
-    args = SimpleNamespace(additional_config=given)
-    settings.fold(args, True, "spec_rollout")
-    assert given == {"other": 5}
-
-
-@pytest.mark.parametrize("value", ["0", "off", ""])
-def test_the_environment_may_say_off(monkeypatch, value):
-    monkeypatch.setenv("VLLM_SPEC_ROLLOUT", value)
-    assert settings.requested(SimpleNamespace(additional_config={}))[0] is None
-
-
-def test_an_engine_without_our_entry_is_off():
+def test_an_engine_without_our_entry_is_off_also_where_the_environment_says_so(monkeypatch):
+    for value in ("0", "off", ""):
+        monkeypatch.setenv("VLLM_SPEC_ROLLOUT", value)
+        assert settings.requested(SimpleNamespace(additional_config={}))[0] is None
     assert not settings.is_on(SimpleNamespace(additional_config={}))
     assert settings.config_of(SimpleNamespace(additional_config={"spec_rollout": False})) is None

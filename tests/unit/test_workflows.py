@@ -8,23 +8,23 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+WORKFLOWS = {
+    path.stem: yaml.safe_load(path.read_text(encoding="utf-8"))
+    for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+}
 MAKE = (ROOT / "Makefile").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-def steps(path):
-    jobs = yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"]
-    return [step for job in jobs.values() for step in job["steps"]]
+def test_checks_a_nightly_run_and_one_for_drift_are_there_and_may_not_write():
+    may = {name: one["permissions"] for name, one in WORKFLOWS.items()}
+    assert may == dict.fromkeys(("checks", "drift", "nightly"), {"contents": "read"})
 
 
-def test_checks_a_nightly_run_and_one_for_drift_are_there():
-    assert [path.stem for path in WORKFLOWS] == ["checks", "drift", "nightly"]
-
-
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_every_command_of_a_workflow_is_one_of_ours(path):
-    commands = [step["run"] for step in steps(path) if "run" in step]
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_every_command_of_a_workflow_is_one_of_ours(name):
+    steps = [step for job in WORKFLOWS[name]["jobs"].values() for step in job["steps"]]
+    commands = [step["run"] for step in steps if "run" in step]
     assert commands
     for command in commands:
         words = command.split()
@@ -37,17 +37,9 @@ def test_every_command_of_a_workflow_is_one_of_ours(path):
             assert (ROOT / words[0]).exists()
 
 
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_no_workflow_may_write(path):
-    assert yaml.safe_load(path.read_text(encoding="utf-8"))["permissions"] == {"contents": "read"}
-
-
 def test_checks_run_on_every_python_that_the_environment_is_made_for():
-    (matrix,) = [
-        job["strategy"]["matrix"]["python"]
-        for job in yaml.safe_load(WORKFLOWS[0].read_text(encoding="utf-8"))["jobs"].values()
-        if "strategy" in job
-    ]
+    jobs = WORKFLOWS["checks"]["jobs"].values()
+    (matrix,) = [job["strategy"]["matrix"]["python"] for job in jobs if "strategy" in job]
     tried = re.search(r"for python in (.*) python3;", MAKE)[1].split()
     assert [f"python{version}" for version in matrix] == tried
     told = {one.rpartition(" ")[2] for one in PROJECT["classifiers"] if "Python :: 3." in one}

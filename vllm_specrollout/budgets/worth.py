@@ -11,9 +11,11 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specrollout.budgets.base import PATIENCE, SHARE
+from vllm_specrollout.budgets.base import FIRST_PAUSE, PATIENCE, SHARE
 from vllm_specrollout.budgets.step_cost import PRICE_MEMORY, Price
 from vllm_specrollout.types import TENTHS, BoolArray, DraftLimits, FloatArray, StepPlan
+
+_MOST_KNOWN = 30  # doubled so often, a wait is longer than any engine runs
 
 
 class Merit:
@@ -29,8 +31,12 @@ class Merit:
         """The last step that it was asked in."""
 
     def may_try(self, step: int, step_ms: float, ms: float) -> bool:
-        """Whether steps that take so long each have earned a try of so many milliseconds since it was asked."""
-        return self.num_learned < PATIENCE or ms <= SHARE * step_ms * (step - self.asked_in)
+        """Whether steps that take so long each have earned a try of so many milliseconds since it was asked.
+
+        Or little is known of it, its price included, which first times raise: tries then wait twice as long each time.
+        """
+        waited, known = step - self.asked_in, self.num_learned - PATIENCE
+        return known < 0 or waited > FIRST_PAUSE << min(known, _MOST_KNOWN) or ms <= SHARE * step_ms * waited
 
     def added(self, sure: FloatArray) -> npt.NDArray[np.float64]:
         """[R] tokens that it adds to each request; of a tenth never seen, as in the nearest one that was."""
@@ -61,7 +67,7 @@ class Worth:
     request whose next token is known already, and more to the others: how many is learned by how sure the next token
     is. As with nodes, one cumulative sum over the requests, those that gain most first, finds the best set. Where it is
     empty the drafter is tried all the same now and then, since what is never tried is never learned: as often as loses
-    a hundredth of the time.
+    a hundredth of the time, and at first more often.
     """
 
     def __init__(self) -> None:

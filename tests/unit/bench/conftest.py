@@ -1,8 +1,13 @@
-"""Runs made by hand."""
+"""Runs made by hand, and those of fake engines."""
+
+import json
 
 import pytest
 
+from bench.runner import engines
 from bench.runner.rows import Run, WorkerTotals
+from tests.unit.bench.runner.fake_engines import FakeProcess, invoke
+from vllm_specrollout.errors import SpecRolloutError
 
 
 @pytest.fixture
@@ -19,3 +24,19 @@ def make_run():
         )
 
     return make
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """Run a benchmark's command with fake engines: (exit status, the report, what was printed)."""
+
+    def run(function, *arguments, kind=FakeProcess, **behaviour):
+        monkeypatch.setattr(engines, "EngineProcess", type("Fake", (kind,), behaviour))
+        report = tmp_path / "report.json"
+        result = invoke(function, "--out", report, *arguments)
+        if isinstance(result.exception, SpecRolloutError):
+            raise result.exception
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+        return result.exit_code, json.loads(report.read_text()), result.stdout
+
+    return run

@@ -1,37 +1,30 @@
-"""A server on this host for as long as a test needs it."""
+"""Servers on this host, for as long as a test needs one."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from email.message import Message
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+Work = Callable[[BaseHTTPRequestHandler], None]
 
 
 @contextmanager
-def serving(answer: Callable[[str, Message], tuple[int, str]]) -> Iterator[str]:
-    """Its address.
+def serving(work: Work) -> Iterator[str]:
+    """The address of one that does what it likes."""
 
-    Args:
-        answer: path and headers -> status and body.
-    """
-
-    class Answers(BaseHTTPRequestHandler):
+    class Own(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            status, text = answer(self.path, self.headers)
-            body = text.encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            with suppress(OSError):  # whoever asked may have left
+                work(self)
 
         def log_message(self, *_: Any) -> None:
             pass
 
-    own = HTTPServer(("127.0.0.1", 0), Answers)
-    thread = threading.Thread(target=own.serve_forever)
+    own = ThreadingHTTPServer(("127.0.0.1", 0), Own)
+    thread = threading.Thread(target=own.serve_forever, args=(0.01,))
     thread.start()
     try:
         yield f"http://127.0.0.1:{own.server_port}"
@@ -39,3 +32,14 @@ def serving(answer: Callable[[str, Message], tuple[int, str]]) -> Iterator[str]:
         own.shutdown()
         own.server_close()
         thread.join()
+
+
+def answering(status: int, body: bytes = b"", **headers: str) -> Work:
+    def work(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(status)
+        for name, value in headers.items():
+            handler.send_header(name.replace("_", "-"), value)
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    return work

@@ -58,30 +58,20 @@ def test_of_a_model_all_drafters_are_planned_that_its_engines_have_measured(tmp_
     assert {p["drafter"] for p in report["others"]} == {"slow"}
 
 
+MODEL = {"speculative_config": {"method": "draft_model", "model": "small", "num_speculative_tokens": 2}}
+ELSEWHERE = {"devices": ["cuda:1"], "decoupled": {"window": 2}}
+
+
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    ("draft_ms", "expected"),
     [
-        ({"draft": AffineTime(0.0, 500.0)}, {"placement": "coupled"}),
-        (
-            {"draft": AffineTime(0.0, 0.1), "match": 0.95, "positions": 400},
-            {
-                "placement": "coupled",
-                "speculative_config": {"method": "draft_model", "model": "small", "num_speculative_tokens": 2},
-            },
-        ),
-        (
-            {"draft": AffineTime(0.0, 6.0), "match": 0.95, "positions": 400},
-            {
-                "placement": "decoupled",
-                "speculative_config": {"method": "draft_model", "model": "small", "num_speculative_tokens": 2},
-                "devices": ["cuda:1"],
-                "decoupled": {"window": 2},
-            },
-        ),
+        (500.0, {"placement": "coupled"}),
+        (0.1, {"placement": "coupled", **MODEL}),
+        (6.0, {"placement": "decoupled", **MODEL, **ELSEWHERE}),
     ],
 )
-def test_the_best_plan_becomes_a_configuration_that_engines_take(tmp_path, changes, expected):
-    save(profile(device="cuda: a card", **changes))
+def test_the_best_plan_becomes_a_configuration_that_engines_take(tmp_path, draft_ms, expected):
+    save(profile(device="cuda: a card", draft=AffineTime(0.0, draft_ms), match=0.95, positions=400))
     _, text = written(tmp_path, "--model", "big", "--apply", tmp_path / "applied.json")
     applied = json.loads((tmp_path / "applied.json").read_text())
     assert applied == expected and parse(applied) is not None

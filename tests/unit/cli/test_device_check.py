@@ -7,7 +7,6 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from vllm_specrollout.cli import device_check
 from vllm_specrollout.cli.commands import app
 from vllm_specrollout.cli.device_check import MARK, check_device
 from vllm_specrollout.errors import ConfigError
@@ -30,6 +29,9 @@ def says(found: object) -> tuple[str, ...]:
     return ("-c", f"print('noise'); print({MARK + json.dumps(found)!r})")
 
 
+FAILED = {**FOUND, "state": "failed", "shape": "chain", "shape_reason": "why", "failed": {"trees": "token 3 for 4"}}
+
+
 def test_a_device_that_passes_says_so_first_and_fits_a_screen() -> None:
     report = check_device("", says(FOUND))
     lines = report.as_text().splitlines()
@@ -39,8 +41,7 @@ def test_a_device_that_passes_says_so_first_and_fits_a_screen() -> None:
 
 
 def test_what_failed_is_named_with_what_is_drafted_then() -> None:
-    failed = {**FOUND, "state": "failed", "shape": "chain", "shape_reason": "why", "failed": {"trees": "token 3 for 4"}}
-    report = check_device("", says(failed))
+    report = check_device("", says(FAILED))
     text = report.as_text()
     assert not report.is_healthy and text.startswith("spec rollout on this device: 1 part(s) failed")
     assert "FAILED: token 3 for 4" in text and "chains only (why)" in text and "hint:" in text
@@ -62,8 +63,7 @@ def test_one_that_never_ends_and_a_host_without_a_device_are_errors_with_a_way_o
     assert raised.value.hint == "go elsewhere"
 
 
-def test_the_exit_status_tells_whether_all_passed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for found, status in ((FOUND, 0), ({**FOUND, "state": "failed", "failed": {"trees": "no"}}, 1)):
-        monkeypatch.setattr(device_check, "_CHILD", says(found))
-        monkeypatch.setattr(check_device, "__defaults__", (says(found), 60.0))
-        assert CliRunner().invoke(app, ["doctor", "--gpu"]).exit_code == status
+@pytest.mark.parametrize(("found", "status"), [(FOUND, 0), (FAILED, 1)])
+def test_the_exit_status_tells_whether_all_passed(monkeypatch: pytest.MonkeyPatch, found: object, status: int) -> None:
+    monkeypatch.setattr(check_device, "__defaults__", (says(found), 60.0))
+    assert CliRunner().invoke(app, ["doctor", "--gpu"]).exit_code == status

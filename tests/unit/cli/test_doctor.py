@@ -14,29 +14,20 @@ def without_vllm(monkeypatch):
     monkeypatch.setattr(supported, "installed_vllm", lambda: None)
 
 
-@pytest.fixture
-def with_a_strange_vllm(monkeypatch):
-    monkeypatch.setattr(supported, "installed_vllm", lambda: "0.31.2")
-
-
-def test_a_host_without_vllm_is_unhealthy_and_told_what_to_install(without_vllm):
-    report = doctor.examine()
-    assert not report.is_healthy
+def test_a_host_without_vllm_is_unhealthy_and_told_what_to_install_as_text_and_as_json(without_vllm):
+    report = doctor.examine(with_rows=True)
+    assert not report.is_healthy and report.rows == ()
+    assert report.as_text().startswith("spec rollout does not work here")
     assert 'hint: vllm: run `pip install "vllm==' in report.as_text()
-
-
-def test_an_unsupported_vllm_is_a_problem_and_nothing_else_is_asked_of_it(with_a_strange_vllm):
-    report = doctor.examine()
-    assert [finding.name for finding in report.findings if finding.is_problem and finding.name != "C++ core"] == [
-        "vllm"
-    ]
-
-
-def test_the_report_as_json_holds_what_the_text_holds(without_vllm):
-    report = doctor.examine()
     data = json.loads(report.as_json())
     assert data["is_healthy"] is False
     assert {entry["name"] for entry in data["findings"]} == {finding.name for finding in report.findings}
+
+
+def test_an_unsupported_vllm_is_a_problem_and_nothing_else_is_asked_of_it(monkeypatch):
+    monkeypatch.setattr(supported, "installed_vllm", lambda: "0.31.2")
+    problems = [finding.name for finding in doctor.examine().findings if finding.is_problem]
+    assert [name for name in problems if name != "C++ core"] == ["vllm"]
 
 
 @pytest.mark.parametrize(
@@ -93,11 +84,3 @@ def test_rows_that_cost_what_one_does_are_free(monkeypatch):
     assert lines[2].startswith("rows of a step") and len(lines) == 3 + len(times) + 1
     assert lines[6].split() == ["rows:", "8", "14.00", "ms", "1.40", "times", "one", "row"]
     assert "3 draft rows: 4 rows cost at most 1.1 times one row" in lines[-1]
-
-
-def test_rows_are_not_timed_where_spec_rollout_does_not_work(without_vllm):
-    assert doctor.examine(with_rows=True).rows == ()
-
-
-def test_the_verdict_comes_first(without_vllm):
-    assert doctor.examine().as_text().startswith("spec rollout does not work here")

@@ -104,11 +104,19 @@ def test_merge_writes_every_answer_once_with_its_reward(folder, tmp_path):
     assert rewards["03q"] == 3.0 and rewards["03p"] is None
 
 
-def test_a_merge_that_fails_leaves_no_file(folder, tmp_path):
-    (folder / "strange.history").write_bytes(b"something else")
-    with pytest.raises(SpecRolloutError, match="does not start like"):
-        run("merge", folder, "--into", tmp_path / "merged.history")
-    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+@pytest.mark.parametrize(
+    ("spoil", "cause"),
+    [
+        (lambda path: path.write_bytes(b"something else"), "does not start like"),
+        (lambda path: change(filled(path), "PRAGMA user_version=77"), "format version 77"),
+    ],
+)
+def test_a_merge_that_fails_leaves_neither_a_file_nor_a_folder(folder, tmp_path, spoil, cause):
+    spoil(folder / "strange.history")
+    for into in ("merged.history", "new/merged.history"):
+        with pytest.raises(HistoryError, match=cause):
+            run("merge", folder, "--into", tmp_path / into)
+        assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
 def test_trim_keeps_the_last_epochs_of_all_files_and_gives_the_room_back(folder):
@@ -125,18 +133,14 @@ def test_trim_keeps_the_last_epochs_of_all_files_and_gives_the_room_back(folder)
     assert [path.read_bytes() for path in sorted(folder.glob("*.history"))] == before
 
 
-def test_clear_asks_first(folder):
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_clear_asks_first_unless_told_and_removes_what_is_damaged_too(folder, is_asked):
     assert run("clear", folder, answer="n\n").exit_code == 1
     assert len(list(folder.iterdir())) == 2
-    assert run("clear", folder, answer="y\n").exit_code == 0
-    assert list(folder.iterdir()) == []
-
-
-def test_clear_with_yes_does_not_ask_and_removes_what_is_damaged_too(folder):
     (damaged := filled(folder / "damaged.history")).write_bytes(damaged.read_bytes()[:1024] + bytes(4096))
     (folder / "empty.history").touch()
-    assert run("clear", folder, "--yes").exit_code == 0
-    assert not damaged.exists() and not list(folder.glob("*.history"))
+    assert run("clear", folder, *([] if is_asked else ["--yes"]), answer="y\n" if is_asked else None).exit_code == 0
+    assert list(folder.iterdir()) == []
 
 
 def test_clear_removes_nothing_where_a_file_only_has_the_name_of_history(folder):
@@ -145,13 +149,6 @@ def test_clear_removes_nothing_where_a_file_only_has_the_name_of_history(folder)
     with pytest.raises(HistoryError, match=r"bash.history` does not start like"):
         run("clear", folder, "--yes")
     assert sorted(folder.iterdir()) == before
-
-
-def test_merge_makes_no_folder_where_a_source_cannot_be_read(folder, tmp_path):
-    change(filled(folder / "later.history"), "PRAGMA user_version=77")
-    with pytest.raises(HistoryError, match="format version 77"):
-        run("merge", folder, "--into", tmp_path / "new" / "all.history")
-    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("command", [("trim", "--epochs", 1), ("clear", "--yes")], ids=["trim", "clear"])

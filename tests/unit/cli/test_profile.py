@@ -12,31 +12,12 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.drafters import nothing_accepted
-from tests.reference.trees import check, num_paths
+from tests.reference.trees import check, is_chain, num_paths
 from vllm_specrollout.budgets import profile
-from vllm_specrollout.budgets.profile import (
-    Draft,
-    Profile,
-    ProfileKey,
-    ProfileSweep,
-    RandomDrafter,
-    drafts,
-    random_tree,
-    shape_hash,
-    shuffled,
-    summary,
-    undisturbed,
-)
+from vllm_specrollout.budgets.profile import Draft, Profile, ProfileKey, ProfileSweep, RandomDrafter, drafts
 from vllm_specrollout.cli.commands import app
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.types import (
-    DraftMode,
-    RequestBatch,
-    RequestView,
-    StepRecord,
-    StepTiming,
-    empty_trees,
-)
+from vllm_specrollout.types import DraftMode, RequestBatch, RequestView, StepRecord, StepTiming, empty_trees
 
 KEY = ProfileKey(
     model="abc", dtype="bfloat16", device="a CPU, 2 cores, 2 threads", vllm="0.32.0", tensor_parallel=1, is_eager=True
@@ -44,9 +25,8 @@ KEY = ProfileKey(
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path
 
 
 def _step(batch: int = 2, nodes: int = 6, ms: float = 3.25, branches: int = 0) -> StepTiming:
@@ -59,18 +39,12 @@ def _line(seed: int = 0) -> list[StepTiming]:
     return [_step(b, n, (10.0 + 0.2 * (b + n)) * float(rng.normal(1.0, 0.01))) for b, n in kinds]
 
 
-def test_what_was_kept_is_found_again() -> None:
-    kept = Profile(KEY, "models/tiny", (_step(), _step(4, 0, 1.5)))
-    path = profile.save(kept)
-    assert profile.load(KEY) == kept
-    assert list(path.parent.iterdir()) == [path]
-
-
-def test_a_newer_profile_takes_the_place_of_an_older_one() -> None:
-    profile.save(Profile(KEY, "old", (_step(),)))
-    profile.save(Profile(KEY, "new", (_step(),)))
-    found = profile.load(KEY)
-    assert found is not None and found.name == "new"
+def test_what_was_kept_is_found_again_in_the_place_of_what_was_before() -> None:
+    for name in ("old", "new"):
+        kept = Profile(KEY, name, (_step(), _step(4, 0, 1.5)))
+        path = profile.save(kept)
+        assert profile.load(KEY) == kept
+        assert list(path.parent.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(ProfileKey)])
@@ -82,9 +56,9 @@ def test_an_engine_that_differs_in_one_thing_finds_nothing(field: str) -> None:
 
 def test_checkpoints_of_one_model_share_a_profile_and_other_shapes_do_not() -> None:
     config = {"hidden_size": 64, "_name_or_path": "step-1", "transformers_version": "4", "rope": {"theta": 1.0}}
-    assert shape_hash(config) == shape_hash({**config, "_name_or_path": "step-2", "transformers_version": "5"})
-    assert shape_hash(config) != shape_hash({**config, "hidden_size": 128})
-    assert shape_hash({"a": object()}) == shape_hash({"a": object()})
+    same = {**config, "_name_or_path": "step-2", "transformers_version": "5"}
+    assert profile.shape_hash(config) == profile.shape_hash(same) != profile.shape_hash({**same, "hidden_size": 128})
+    assert profile.shape_hash({"a": object()}) == profile.shape_hash({"a": object()})
 
 
 def _damage(text: str, **changes: object) -> str:
@@ -108,27 +82,21 @@ def _damage(text: str, **changes: object) -> str:
         lambda text: text.replace("3.25", "-1.0"),
         lambda text: text.replace("100", '"many"'),
         lambda text: text.replace("true", "1"),
+        lambda text: text + "\udcff",
     ],
 )
 def test_a_damaged_profile_is_ignored_after_one_warning(damage, caplog: pytest.LogCaptureFixture) -> None:
     path = profile.save(Profile(KEY, "models/tiny", (_step(),)))
-    path.write_text(damage(path.read_text()))
+    path.write_text(damage(path.read_text()), errors="surrogateescape")
     with caplog.at_level(logging.WARNING, logger="vllm.specrollout"):
         assert profile.load(KEY) is None
     (record,) = caplog.records
     assert "run `specrollout profile` again" in record.getMessage()
 
 
-def test_bytes_that_are_no_text_are_damage_too(caplog: pytest.LogCaptureFixture) -> None:
-    profile.save(Profile(KEY, "models/tiny", (_step(),))).write_bytes(b"\xff\xfe\x00")
-    with caplog.at_level(logging.WARNING, logger="vllm.specrollout"):
-        assert profile.load(KEY) is None
-    assert len(caplog.records) == 1
-
-
 @pytest.mark.parametrize("draft", drafts())
 def test_drafts_have_the_size_and_the_paths_asked_for(draft: Draft) -> None:
-    tree = random_tree(draft, 50, np.random.default_rng(0))
+    tree = profile.random_tree(draft, 50, np.random.default_rng(0))
     check(tree)
     assert tree.size == draft.nodes
     assert not tree.size or num_paths(tree.parents) == draft.width
@@ -145,8 +113,7 @@ def test_the_sweep_goes_through_all_kinds_and_asks_for_what_it_drafts() -> None:
         plan = sweep.choose([drafter.propose(batch, limits)], limits, batch, 0.0)
         tree, line = plan.trees.tree(0), plan.trees.tree(1)
         seen.append((tree.size, num_paths(tree.parents) if tree.size else 1))
-        assert line.size == tree.size and plan.pays
-        assert line.parents.tolist() == list(range(-1, line.size - 1))
+        assert line.size == tree.size and plan.pays and is_chain(line)
     assert seen == 2 * [(draft.nodes, draft.width) for draft in drafts()]
 
 
@@ -163,11 +130,11 @@ def test_only_decode_steps_of_the_timed_rounds_count() -> None:
 
 def test_a_disturbed_step_is_left_out() -> None:
     timings = [_step(ms=10.0), _step(ms=11.0), _step(ms=80.0), _step(8, 0, 80.0)]
-    assert undisturbed(timings) == [timings[0], timings[1], timings[3]]
+    assert profile.undisturbed(timings) == [timings[0], timings[1], timings[3]]
 
 
 def test_the_summary_gives_the_line_and_the_knee_of_what_was_measured() -> None:
-    found = summary(_line())
+    found = profile.summary(_line())
     assert [row["rows"] for row in found["by_rows"]] == sorted(row["rows"] for row in found["by_rows"])
     for row in found["by_rows"]:
         assert row["ms"] == pytest.approx(10.0 + 0.2 * row["rows"], rel=0.03)
@@ -180,16 +147,15 @@ def test_the_summary_gives_the_line_and_the_knee_of_what_was_measured() -> None:
 
 def test_shuffling_keeps_every_step_and_is_the_same_each_time() -> None:
     timings = _line()
-    assert shuffled(timings) == shuffled(timings) != timings
-    assert sorted(t.step_ms for t in shuffled(timings)) == sorted(t.step_ms for t in timings)
+    found = profile.shuffled(timings)
+    assert found == profile.shuffled(timings) != timings
+    assert sorted(t.step_ms for t in found) == sorted(t.step_ms for t in timings)
 
 
 @pytest.mark.parametrize(
     ("flags", "cause"),
     [
         (["--batches", "0,1"], "`--batches` holds 0, outside 1 to 1024"),
-        (["--batches", "many"], "`--batches` holds 'many', which is no whole number"),
-        (["--batches", ""], "`--batches` is '', with nothing between its commas"),
         (["--steps", "0"], "`--steps` is 0, outside 1 to 200"),
     ],
 )

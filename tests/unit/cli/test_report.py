@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import uvicorn
+import zstandard
 from typer.testing import CliRunner
 
 from tests.unit.report.pages import islands
 from tests.unit.server.conftest import FakeEngine, wired
+from vllm_specrollout.cli import report
 from vllm_specrollout.cli.commands import app
 from vllm_specrollout.errors import ConfigError, SpecRolloutError
 
@@ -53,8 +55,6 @@ def test_without_a_name_the_page_lies_beside_the_record_and_is_told_as_an_addres
 def test_the_page_opens_where_somebody_sits_or_as_the_flag_says(
     tmp_path, monkeypatch, flags, is_terminal, screen, is_opened
 ):
-    from vllm_specrollout.cli import report
-
     opened = []
     monkeypatch.setattr(report.webbrowser, "open", opened.append)
     monkeypatch.setattr(report, "page_of", lambda *_: "")
@@ -67,8 +67,6 @@ def test_the_page_opens_where_somebody_sits_or_as_the_flag_says(
 
 
 def test_a_page_is_no_larger_than_it_may_be(tmp_path, monkeypatch):
-    from vllm_specrollout.cli import report
-
     seen = []
     monkeypatch.setattr(report, "page_of", lambda trace, name, most, text_of: seen.append(most) or "")
     run(TRACE, "--out", tmp_path / "x.html", "--most-mb", "7")
@@ -88,36 +86,15 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
         run(TRACE, "--out", tmp_path / "x.html", "--tokenizer", tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("content", "cause", "hint"),
-    [
-        (None, "cannot be read: No such file or directory", "name an existing trace"),
-        (b"not a trace\n", "is not a trace: its first line is no header", "give a file that"),
-        (b'{"trace":"vllm-specrollout trace","version":9}\n', "is a trace of version 9", "record it again"),
-        ("damaged", "line 3 of", "record the trace again"),
-        ("header", "the trace holds no step", "record until a request has run"),
-    ],
-)
-def test_a_file_that_cannot_be_drawn_is_one_clear_error(tmp_path, content, cause, hint):
-    path, out = tmp_path / "t.jsonl", tmp_path / "x.html"
-    if content in ("damaged", "header"):
-        import zstandard
-
-        with open(TRACE, "rb") as packed:
-            lines = zstandard.ZstdDecompressor().stream_reader(packed).read().split(b"\n")
-        content = b"\n".join([*lines[:2], b'{"kind":"step"', *lines[3:]]) if content == "damaged" else lines[0] + b"\n"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(SpecRolloutError) as error:
-        run(path, "--out", out)
-    assert cause in error.value.cause and hint in error.value.hint and not out.exists()
+def test_a_file_that_cannot_be_drawn_leaves_no_page(tmp_path):
+    (tmp_path / "t.jsonl").write_bytes(b"not a trace\n")
+    with pytest.raises(SpecRolloutError, match="is not a trace: its first line is no header"):
+        run(tmp_path / "t.jsonl", "--out", tmp_path / "x.html")
+    assert not (tmp_path / "x.html").exists()
 
 
 def test_a_file_that_stops_in_the_middle_is_drawn_as_far_as_it_goes(tmp_path):
-    import zstandard
-
-    with open(TRACE, "rb") as packed:
-        content = zstandard.ZstdDecompressor().stream_reader(packed).read()
+    content = zstandard.ZstdDecompressor().stream_reader(TRACE.read_bytes()).read()
     path, out = tmp_path / "t.jsonl.gz", tmp_path / "x.html"
     path.write_bytes(gzip.compress(content[: len(content) // 2])[:-40])
     run(path, "--out", out)
@@ -165,11 +142,6 @@ def test_a_server_that_has_no_recording_says_why(server, cause, tmp_path):
     with pytest.raises(ConfigError, match=f"gives no recording: .*{cause}") as error:
         run(server, "--out", tmp_path / "x.html")
     assert '{"record": "FILE"}' in error.value.hint
-
-
-def test_an_address_where_nobody_listens_is_one_clear_error(tmp_path):
-    with pytest.raises(ConfigError, match="gives no recording: .*refused"):
-        run("http://127.0.0.1:9", "--out", tmp_path / "x.html")
 
 
 @pytest.mark.parametrize(

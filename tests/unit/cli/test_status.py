@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ pytest.importorskip("prometheus_client")
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from typer.testing import CliRunner
 
-from tests.unit.cli.served import serving
+from tests.unit.cli.served import answering, serving
 from vllm_specrollout.cli.commands import app
 from vllm_specrollout.cli.status import PREFIX, judge, parse, read_metrics
 from vllm_specrollout.errors import ConfigError
@@ -85,7 +85,7 @@ def test_a_server_whose_drafts_are_all_rejected_says_whose_and_how_far_a_drafter
     ]
 
 
-def test_which_head_drafts_is_said_once_one_was_loaded() -> None:
+def test_which_head_drafts_and_how_it_learns_is_said_once_one_was_loaded() -> None:
     shown = Shown()
     shown.decode(10, 30, 1.0, 2.0)
     shown.set("head", 0, "number")
@@ -94,7 +94,16 @@ def test_which_head_drafts_is_said_once_one_was_loaded() -> None:
     shown.set("head", 1, "went_back")
     assert shown.says().splitlines()[1:] == ["  head            number 0 drafts; 1 times a new one was worse"]
     shown.set("head", 3, "number")
-    assert "number 3 drafts" in shown.says()
+    shown.set("trainer_work", 61000, "rows")
+    shown.set("trainer_work", 21, "seconds")
+    for when, share in (("at publication", 0.74), ("now", 0.71)):
+        shown.set("head_match_rate", share, when)
+    for state in ("resting", "halted", "training"):
+        shown.set("trainer_state", state == "halted", state)
+    assert shown.says().splitlines()[1:] == [
+        "  head            number 3 drafts; 1 times a new one was worse",
+        "  learning        met 71% of the time, 74% at its publication; trainer halted, 61000 rows in 21 s",
+    ]
 
 
 def test_a_server_whose_steps_take_longer_than_plain_ones_is_not_paying() -> None:
@@ -103,34 +112,27 @@ def test_a_server_whose_steps_take_longer_than_plain_ones_is_not_paying() -> Non
     assert shown.says() == "on, and not paying: 1.10 tokens a step, 0.50 times plain decoding by estimate"
 
 
-def test_a_pause_has_the_commonest_reason_and_what_was_gained_before() -> None:
+GAIN = "1.50 tokens a step, 1.20 times plain decoding by estimate"
+
+
+@pytest.mark.parametrize(
+    ("decisions", "said"),
+    [
+        ({"pays": 20, "drafts do not pay": 30, "off": 2}, ["paused: drafts do not pay", f"  so far          {GAIN}"]),
+        ({"off": 10}, ["paused: its `budget` is `off`", f"  so far          {GAIN}"]),
+        ({SELF_CHECK: 3}, [f"failing: {SELF_CHECK}; the server's log says more", f"  so far          {GAIN}"]),
+        ({"pays": 50, "drafts do not pay": 1}, [f"paying: {GAIN}", "  last step       paused: drafts do not pay"]),
+    ],
+)
+def test_a_pause_has_the_commonest_reason_and_what_was_gained_before(
+    decisions: dict[str, int], said: list[str]
+) -> None:
     shown = Shown()
     shown.decode(10, 15, 1.0, 1.2)
     shown.set("is_on", 0)
-    for choice, reason, count in (("on", "pays", 20), ("off", "drafts do not pay", 30), ("off", "off", 2)):
-        shown.set("decisions", count, choice, reason)
-    assert shown.says().splitlines() == [
-        "paused: drafts do not pay",
-        "  so far          1.50 tokens a step, 1.20 times plain decoding by estimate",
-    ]
-
-
-def test_a_budget_that_is_off_is_named() -> None:
-    shown = Shown()
-    shown.decode(10, 10, 1.0, 1.0)
-    shown.set("is_on", 0)
-    shown.set("decisions", 10, "off", "off")
-    assert shown.says().startswith("paused: its `budget` is `off`")
-
-
-def test_a_server_that_paused_at_its_last_step_alone_is_paying() -> None:
-    shown = Shown()
-    shown.decode(10, 15, 1.0, 1.2)
-    shown.set("is_on", 0)
-    for choice, reason, count in (("on", "pays", 50), ("off", "drafts do not pay", 1)):
-        shown.set("decisions", count, choice, reason)
-    first, *more = shown.says().splitlines()
-    assert first.startswith("paying: 1.50") and more == ["  last step       paused: drafts do not pay"]
+    for reason, count in decisions.items():
+        shown.set("decisions", count, "on" if reason == "pays" else "off", reason)
+    assert shown.says().splitlines() == said
 
 
 def test_a_server_whose_drafters_are_gone_is_failing_and_says_which() -> None:
@@ -142,14 +144,6 @@ def test_a_server_whose_drafters_are_gone_is_failing_and_says_which() -> None:
     assert "last step" not in shown.says()
     assert shown.says().splitlines()[0] == "failing: no drafter is left; history failed; the server's log says more"
     assert "  failed          history: 5 times" in shown.says()
-
-
-def test_a_server_whose_check_of_itself_has_ended_drafting_is_failing() -> None:
-    shown = Shown()
-    shown.decode(10, 10, 1.0, 1.0)
-    shown.set("is_on", 0)
-    shown.set("decisions", 3, "off", SELF_CHECK)
-    assert shown.says().startswith("failing: self-check")
 
 
 def test_a_server_that_has_done_nothing_is_on_and_a_stock_one_is_off() -> None:
@@ -167,48 +161,22 @@ def test_between_two_looks_only_what_came_since_counts() -> None:
     assert (found.tokens_per_step, found.speedup) == (4.0, 3.0)
 
 
-@pytest.fixture
-def server() -> Iterator[tuple[str, Shown]]:
+def test_the_command_says_it_and_ends_with_1_where_somebody_must_act() -> None:
     shown = Shown()
-
-    def answer(path: str, headers: Any) -> tuple[int, str]:
-        body = {"/metrics": shown.text(), "/other/metrics": "up 1\n"}.get(path, "")
-        return (200 if body else 404), body
-
-    with serving(answer) as url:
-        yield url, shown
-
-
-def test_the_command_says_it_and_ends_with_1_where_somebody_must_act(server: tuple[str, Shown]) -> None:
-    url, shown = server
     shown.decode(10, 15, 1.0, 1.2)
-    done = CliRunner().invoke(app, ["status", url])
-    assert done.exit_code == 0 and done.stdout.startswith("paying: 1.50")
-    watched = json.loads(CliRunner().invoke(app, ["status", url, "--json", "--over", "0.01"]).stdout)
-    assert watched["verdict"] == "idle" and watched["engines"] == 1, "nothing was decoded meanwhile"
-    shown.set("failures", 1, "ngram")
-    shown.set("drafters_alive", 0, "worker")
-    assert CliRunner().invoke(app, ["status", url]).exit_code == 1
 
+    def work(own: BaseHTTPRequestHandler) -> None:
+        text = {"/metrics": shown.text(), "/other/metrics": "up 1\n"}.get(own.path, "")
+        answering(200 if text else 404, text.encode())(own)
 
-@pytest.mark.parametrize(
-    ("path", "cause"), [("/other", "none of vLLM's"), ("/nothing", "shows no metrics"), (None, "is no address")]
-)
-def test_an_address_that_says_nothing_is_an_error(server: tuple[str, Shown], path: str | None, cause: str) -> None:
-    with pytest.raises(ConfigError, match=cause):
-        read_metrics("localhost:8000" if path is None else server[0] + path)
-
-
-def test_a_head_that_learns_is_told_of_with_its_rates_and_its_trainer() -> None:
-    shown = Shown()
-    shown.decode(10, 30, 1.0, 2.0)
-    assert "learning" not in shown.says()
-    shown.set("trainer_work", 61000, "rows")
-    shown.set("trainer_work", 21, "seconds")
-    for when, share in (("at publication", 0.74), ("now", 0.71)):
-        shown.set("head_match_rate", share, when)
-    for state in ("resting", "halted", "training"):
-        shown.set("trainer_state", state == "halted", state)
-    assert shown.says().splitlines()[1] == (
-        "  learning        met 71% of the time, 74% at its publication; trainer halted, 61000 rows in 21 s"
-    )
+    with serving(work) as url:
+        done = CliRunner().invoke(app, ["status", url])
+        assert done.exit_code == 0 and done.stdout.startswith("paying: 1.50")
+        watched = json.loads(CliRunner().invoke(app, ["status", url, "--json", "--over", "0.01"]).stdout)
+        assert watched["verdict"] == "idle" and watched["engines"] == 1, "nothing was decoded meanwhile"
+        shown.set("failures", 1, "ngram")
+        shown.set("drafters_alive", 0, "worker")
+        assert CliRunner().invoke(app, ["status", url]).exit_code == 1
+        for path, cause in (("/other", "none of vLLM's"), ("/nothing", "shows no metrics")):
+            with pytest.raises(ConfigError, match=cause):
+                read_metrics(url + path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 from pathlib import Path
@@ -49,10 +50,7 @@ TYPOS: list[tuple[dict[str, Any], str]] = [
     # a model that is nowhere
     ({"model": "/models/qwen"}, "`model` is '/models/qwen', and host .* has no such folder"),
     ({"model": "./qwen"}, "has no such folder"),
-    (
-        {"model": "Qwen/Qwen0.5"},
-        "`model` is 'Qwen/Qwen0.5': no folder, not in the cache .* and the hub is switched off",
-    ),
+    ({"model": "Qwen/Qwen0.5"}, "`model` is 'Qwen/Qwen0.5': no folder, not in the cache .* the hub is switched off"),
     ({"model": ""}, "`model` is ''"),
     ({"drafters": ["/models/small"], "ladder": "attach"}, "`drafters` is '/models/small'"),
     ({"drafters": ["smal"], "ladder": "attach"}, "`drafters` is 'smal': no folder"),
@@ -96,32 +94,27 @@ def test_what_has_no_typo_begins_ray() -> None:
         SpecGroup("model")
 
 
-def needs() -> Needs:
-    return Needs("", {"model": "model"}, ("model",), 1, None, None, 1.0, 0)
-
-
 def test_a_ray_that_runs_on_this_host_is_joined_and_named_where_none_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     joined: list[Any] = []
+    needs = Needs("", {"model": "model"}, ("model",), 1, None, None, 1.0, 0)
     monkeypatch.setattr(ray, "init", lambda address, **given: joined.append(address))
     (tmp_path / "ray").mkdir()
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         (tmp_path / "ray" / "ray_current_cluster").write_text(address)
         with caplog.at_level(logging.INFO, "vllm.specrollout"):
-            assert not placement._connect(needs())
+            assert not placement._connect(needs)
         assert f"joins the Ray that runs at {address}" in caplog.text
-    assert placement._connect(needs()), "one that was killed leaves its address behind"
+    assert placement._connect(needs), "one that was killed leaves its address behind"
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    assert placement._connect(needs())
+    assert placement._connect(needs)
     assert joined == [address, "local", "local"]
 
 
 def test_a_name_in_this_hosts_cache_is_known(tmp_path: Path) -> None:
     snapshot = tmp_path / "hub" / "hub" / "models--Qwen--Qwen2.5-0.5B" / "snapshots" / "abc"
-    with pytest.raises(ConfigError, match="switched off"):
-        arguments.check_name("Qwen/Qwen2.5-0.5B")
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").touch()
     arguments.check_name("Qwen/Qwen2.5-0.5B")
@@ -146,11 +139,9 @@ def test_the_hub_is_asked_for_a_name_that_is_not_here(
         return socket.socket()
 
     monkeypatch.setattr("urllib.request.urlopen", answer)
-    if is_known:
+    unknown = pytest.raises(ConfigError, match="has no such name|cannot be asked: no route")
+    with contextlib.nullcontext() if is_known else unknown:
         arguments.check_name("Qwen/Qwen2.5-0.5B")
-    else:
-        with pytest.raises(ConfigError, match="has no such name|cannot be asked: no route"):
-            arguments.check_name("Qwen/Qwen2.5-0.5B")
     assert asked == [("https://huggingface.co/api/models/Qwen/Qwen2.5-0.5B", "Bearer secret")]
 
 

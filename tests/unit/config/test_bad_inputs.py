@@ -6,6 +6,7 @@ else than the project's own errors may come of any of them.
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -155,7 +156,6 @@ def _with(folder: Path, value):
 
 
 def _outcomes(cases, read) -> str:
-    """What a user would read of each case."""
     parts = []
     for title, value in cases.items():
         try:
@@ -168,7 +168,6 @@ def _outcomes(cases, read) -> str:
 
 
 def _set(given, defaults) -> str:
-    """Which fields differ."""
     differ = {key: value for key, value in given.items() if value != defaults[key]}
     return json.dumps(differ) if differ else "the defaults"
 
@@ -195,15 +194,7 @@ def test_a_bad_configuration_is_refused_in_one_message(recorded, folder):
 
 
 def test_a_bad_request_is_refused_in_one_message(recorded):
-    def read(value):
-        options = parse_request(value)
-        defaults = RequestOptions()
-        return _set(
-            {f: getattr(options, f) for f in ("problem_id", "enabled", "max_draft_tokens")},
-            {f: getattr(defaults, f) for f in ("problem_id", "enabled", "max_draft_tokens")},
-        )
-
-    said = _outcomes(REQUEST, read)
+    said = _outcomes(REQUEST, lambda value: _set(asdict(parse_request(value)), asdict(RequestOptions())))
     assert said == recorded(HERE.parent / "refusals" / "bad_requests.txt", said)
 
 

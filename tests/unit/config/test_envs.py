@@ -10,11 +10,6 @@ import pytest
 from vllm_specrollout.config import envs
 
 
-def test_the_cache_folder_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(envs.CACHE_HOME, str(tmp_path))
-    assert envs.cache_dir() == tmp_path / "vllm-specrollout"
-
-
 def test_a_user_without_a_home_has_a_cache_folder_among_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
     def nowhere() -> Path:
         raise RuntimeError("Could not determine home directory.")

@@ -11,7 +11,7 @@ import pytest
 from vllm_specrollout import resumed
 from vllm_specrollout.config import parse_request
 from vllm_specrollout.config.resuming import Resume, asks_for_watermark, check_resume
-from vllm_specrollout.errors import ConfigError, UnsupportedError
+from vllm_specrollout.errors import ConfigError
 
 HERE = Path(__file__).parent
 PROMPT = [5, 6, 7]
@@ -120,11 +120,6 @@ def test_every_refusal_reads_as_recorded(recorded: Any, render_refusals: Any) ->
 def test_the_length_of_the_prompt_is_needed() -> None:
     with pytest.raises(ConfigError, match="prompt_tokens"):
         parse_request({"resume": {}})
-
-
-def test_what_cannot_be_resumed_is_another_error_than_a_mistake() -> None:
-    with pytest.raises(UnsupportedError):
-        check_resume(Resume(prompt_tokens=2), Params(n=2), PROMPT, is_v2=False)
 
 
 def test_a_watermark_that_every_request_has_is_not_asked_for():

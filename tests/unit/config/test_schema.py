@@ -17,12 +17,10 @@ from vllm_specrollout.errors import ConfigError
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "config.md"
 
 
-@pytest.fixture(scope="module")
-def schema() -> dict[str, Any]:
-    return json.loads(CliRunner().invoke(app, ["schema"], catch_exceptions=False).output)
+SCHEMA = json.loads(CliRunner().invoke(app, ["schema"], catch_exceptions=False).output)
 
 
-def keys(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+def keys(node: dict[str, Any] = SCHEMA, prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Every key under its name on the reference page, and what the schema says of it."""
     for name, own in node["properties"].items():
         yield prefix + name, own
@@ -35,10 +33,7 @@ def keys(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str
                 yield from keys(one, f"{prefix}{name}.")
 
 
-def bounds() -> list[tuple[str, float, float]]:
-    """Key, lowest and highest value, of all that have any and are no lists."""
-    text = CliRunner().invoke(app, ["schema"], catch_exceptions=False).output
-    return [(name, own["minimum"], own["maximum"]) for name, own in keys(json.loads(text)) if "minimum" in own]
+BOUNDS = [(name, own["minimum"], own["maximum"]) for name, own in keys() if "minimum" in own]
 
 
 def with_value(name: str, value: float) -> dict[str, Any]:
@@ -53,29 +48,29 @@ def with_value(name: str, value: float) -> dict[str, Any]:
     return {**around.get(part, {}), part: {key: value}}
 
 
-def test_every_key_of_the_reference_page_is_in_it_and_no_other(schema):
+def test_every_key_of_the_reference_page_is_in_it_and_no_other():
     engine = PAGE.read_text(encoding="utf-8").partition("## Request")[0]
     documented = set(re.findall(r"^\| `([a-z_.\[\]]+)` \|", engine, re.MULTILINE))
-    assert {name for name, _ in keys(schema)} - {"budget.name"} == documented
+    assert {name for name, _ in keys()} - {"budget.name"} == documented
 
 
-def test_every_key_says_what_it_means_and_what_it_is(schema):
-    for name, own in keys(schema):
+def test_every_key_says_what_it_means_and_what_it_is():
+    for name, own in keys():
         assert "type" in own or "anyOf" in own or "const" in own, name
         assert "description" in own or name == "budget.name", name
 
 
-def test_it_has_the_limits_of_numbers_and_the_names_of_choices(schema):
-    top = schema["properties"]
+def test_it_has_the_limits_of_numbers_and_the_names_of_choices():
+    top = SCHEMA["properties"]
     assert (top["max_draft_tokens"]["minimum"], top["max_draft_tokens"]["maximum"]) == (1, 64)
     assert top["placement"]["enum"] == ["coupled", "decoupled", "auto"]
     assert top["train"]["properties"]["memory_gib"]["maximum"] == 4096.0
     assert top["record"]["type"] == ["string", "null"]
     assert top["decoupled"]["properties"]["drafters"]["items"]["required"] == ["model"]
-    assert len(bounds()) > 15
+    assert len(BOUNDS) > 15
 
 
-@pytest.mark.parametrize(("name", "low", "high"), bounds())
+@pytest.mark.parametrize(("name", "low", "high"), BOUNDS)
 def test_beyond_the_limits_of_the_schema_an_engine_refuses_as_well(name, low, high):
     for value in (low - 1, high + 1):
         with pytest.raises(ConfigError, match=rf"`{re.escape(name)}` .*, outside "):
@@ -90,19 +85,19 @@ def test_beyond_the_limits_of_the_schema_an_engine_refuses_as_well(name, low, hi
         {"placement": "decoupled", "devices": ["cpu:2-3"], "decoupled": {"drafters": [{"model": "SMALL"}]}},
     ],
 )
-def test_a_configuration_that_an_engine_takes_fits_the_schema(schema, given):
+def test_a_configuration_that_an_engine_takes_fits_the_schema(given):
     jsonschema = pytest.importorskip("jsonschema")
     parse(given)
-    jsonschema.validate(given, schema)
+    jsonschema.validate(given, SCHEMA)
 
 
 @pytest.mark.parametrize(
     "given",
     [{"max_draft_tokens": 65}, {"max_draft_token": 8}, {"shape": "bush"}, {"ngram": {"max_match": "1"}}, {"budget": 3}],
 )
-def test_what_an_engine_refuses_of_single_values_does_not_fit(schema, given):
+def test_what_an_engine_refuses_of_single_values_does_not_fit(given):
     jsonschema = pytest.importorskip("jsonschema")
     with pytest.raises(ConfigError):
         parse(given)
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(given, schema)
+        jsonschema.validate(given, SCHEMA)

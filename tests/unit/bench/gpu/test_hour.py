@@ -8,11 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from bench.gpu import commands, hour, machine
 from bench.gpu.commands import Job, Options
+from tests.unit.bench.runner.fake_engines import invoke
 from vllm_specrollout.cli.commands import BENCHES
 from vllm_specrollout.errors import SpecRolloutError
 
@@ -57,15 +56,8 @@ def begun(tmp_path):
     return (tmp_path / "begun").read_text().split()
 
 
-def test_a_second_attempt_takes_the_further_words_and_keeps_its_place(start, tmp_path):
-    code, runs, log = start(replace(job("dies"), retry=("--uncompiled",)))
-    assert code == 1 and [(one["state"], one["attempts"]) for one in runs] == [("failed", 2)]
-    assert runs[0]["command"] == "specrollout bench dies" and log.count("--uncompiled") == 1
-
-
-def test_what_tells_most_comes_first_and_engines_have_a_second_way(tmp_path):
+def test_what_tells_most_comes_first_and_engines_have_a_second_way():
     plan = commands.jobs(Options())
-    assert list(dict.fromkeys(one.step for one in plan)) == list(commands.STEPS)
     assert [one.name for one in plan[:6]] == list(commands.MICRO)
     assert all(one.retry == ("--uncompiled",) for one in plan if one.arguments[:2] == ("bench", "device"))
     assert not any(one.retry for one in commands.jobs(Options(is_dry=True)))
@@ -86,10 +78,12 @@ def test_what_says_that_it_is_wrong_is_kept_as_wrong(start, tmp_path):
     assert begun(tmp_path) == ["wrong", "right"]
 
 
-def test_what_dies_is_begun_twice_and_no_oftener_and_the_others_run(start, tmp_path):
-    code, runs, _ = start(job("dies"), job("right"))
-    assert (code, [one["state"] for one in runs]) == (hour.WRONG, ["failed", "done"])
-    assert runs[0]["error"] == "it ended with 2" and start(job("dies"))[0] == hour.WRONG
+def test_what_dies_is_begun_twice_the_second_time_with_further_words_and_the_others_run(start, tmp_path):
+    dies = replace(job("dies"), retry=("--uncompiled",))
+    code, runs, log = start(dies, job("right"))
+    assert (code, [(one["state"], one["attempts"]) for one in runs]) == (hour.WRONG, [("failed", 2), ("done", 1)])
+    assert runs[0]["command"] == "specrollout bench dies" and log.count("--uncompiled") == 1
+    assert runs[0]["error"] == "it ended with 2" and start(dies)[0] == hour.WRONG
     assert begun(tmp_path) == ["dies", "dies", "right"]
 
 
@@ -112,17 +106,6 @@ def test_what_is_cut_off_at_the_deadline_is_left_for_one_more_start(start):
     assert start(job("hangs", limit_s=0.2))[0] == hour.WRONG
 
 
-def run(*arguments):
-    app = typer.Typer()
-    app.command()(hour.bench_gpu)
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-@pytest.fixture
-def folders(tmp_path):
-    return "--out", tmp_path / "out"
-
-
 @pytest.mark.parametrize(
     ("arguments", "cause"),
     [
@@ -131,15 +114,15 @@ def folders(tmp_path):
         (["--arms", "bush"], "`--arms` is 'bush', which does not exist"),
     ],
 )
-def test_bad_flags_are_one_clear_error_and_leave_nothing_behind(folders, arguments, cause):
-    error = run(*folders, "--dry", *arguments).exception
+def test_bad_flags_are_one_clear_error_and_leave_nothing_behind(tmp_path, arguments, cause):
+    error = invoke(hour.bench_gpu, "--out", tmp_path / "out", "--dry", *arguments).exception
     assert isinstance(error, SpecRolloutError) and error.cause == cause
-    assert not folders[1].exists()
+    assert not list(tmp_path.iterdir())
 
 
-def test_without_a_gpu_nothing_but_the_dry_walk_starts(folders, monkeypatch):
+def test_without_a_gpu_nothing_but_the_dry_walk_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "describe", lambda: {"gpu": None})
-    error = run(*folders).exception
+    error = invoke(hour.bench_gpu, "--out", tmp_path / "out").exception
     assert isinstance(error, SpecRolloutError) and error.cause.startswith("no NVIDIA GPU can be seen")
 
 

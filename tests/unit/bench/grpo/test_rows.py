@@ -17,19 +17,12 @@ def run(engine, wall_s, num_tokens, **changes):
 
 
 def row(step, epoch, runs, reward=0.5):
-    return step_row(
-        runs,
-        step=step,
-        epoch=epoch,
-        weights_version=step,
-        reward=reward,
-        solved=1.0,
-        mean_tokens=10.0,
-        cut_share=0.0,
-        update={},
-        train_s=1.0,
-        push_s=1.0,
-    )
+    usual = {"solved": 1.0, "mean_tokens": 10.0, "cut_share": 0.0, "update": {}, "train_s": 1.0, "push_s": 1.0}
+    return step_row(runs, step=step, epoch=epoch, weights_version=step, reward=reward, **usual)
+
+
+GOOD = [run("stock", 10.0, 100), run("ours", 5.0, 100, identical=True)]
+BAD = [run("stock", 10.0, 100), run("ours", 5.0, 100, identical=False, num_differing=1, difference="request 0")]
 
 
 def test_ratios_are_per_generated_token_and_summed_before_they_are_divided():
@@ -46,9 +39,7 @@ def test_ratios_are_per_generated_token_and_summed_before_they_are_divided():
 
 
 def test_answers_that_differ_cost_the_epoch_its_speed_and_no_other_epoch():
-    good = [run("stock", 10.0, 100), run("ours", 5.0, 100, identical=True)]
-    bad = [run("stock", 10.0, 100), run("ours", 5.0, 100, identical=False, num_differing=1, difference="request 0")]
-    first, second, whole, later = (r.engines[1] for r in epoch_rows([row(0, 0, bad), row(1, 1, good)]))
+    first, second, whole, later = (r.engines[1] for r in epoch_rows([row(0, 0, BAD), row(1, 1, GOOD)]))
     assert (first.identical, first.speedup) == (False, None)
     assert (second.identical, second.speedup) == (True, 2.0)
     assert (whole.identical, whole.speedup) == (False, None)
@@ -56,8 +47,7 @@ def test_answers_that_differ_cost_the_epoch_its_speed_and_no_other_epoch():
 
 
 def test_no_seconds_are_printed_of_answers_that_differ():
-    bad = [run("stock", 10.0, 100), run("ours", 5.0, 100, identical=False, num_differing=1, difference="request 0")]
     out = io.StringIO()
-    print_all([epochs_table(epoch_rows([row(0, 0, bad)]))], Console(file=out, width=160))
+    print_all([epochs_table(epoch_rows([row(0, 0, BAD)]))], Console(file=out, width=160))
     assert "10.0 (10)" in out.getvalue() and "- (10)" in out.getvalue() and "5.0" not in out.getvalue()
-    assert not row(0, 0, bad).identical
+    assert not row(0, 0, BAD).identical

@@ -1,11 +1,27 @@
-"""Engine processes that answer at once: tokens follow from the request alone, times from the number of steps."""
+"""Benchmarks as commands, and engine processes that answer at once.
+
+Tokens follow from the request alone, times from the number of steps.
+"""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
+
+import typer
+from click.testing import Result
+from typer.testing import CliRunner
 
 TOTALS = ("steps", "steps_with_drafts", "drafted", "accepted", "output_tokens", "request_steps")
 TIMES = ("forward_ms", "step_ms", "draft_ms", "layout_ms")
+
+
+def invoke(function: Callable[..., None], *arguments: Any) -> Result:
+    """Run a benchmark's command by itself."""
+    app = typer.Typer()
+    app.command()(function)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 class FakeProcess:
@@ -22,7 +38,10 @@ class FakeProcess:
         return self
 
     def __exit__(self, *_):
-        pass
+        self.close()
+
+    def close(self):
+        self.is_closed = True
 
     def quiet_in(self):
         return 0.0

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from bench.runner.oracle import ORACLE, OracleDrafter
 from tests.drafters import ask
 from tests.reference import trees
+from tests.unit.observe.engine import walk
 from vllm_specrollout import drafters
 from vllm_specrollout.config import parse
 from vllm_specrollout.drafters.base import Place
 from vllm_specrollout.history.vocabulary import ANY_TOKEN
 from vllm_specrollout.trees import build
-from vllm_specrollout.types import ROOT, DraftMode, DraftTree, RequestView
+from vllm_specrollout.types import DraftMode, DraftTree, RequestView
 
 PROMPT = [9, 9, 9]
 
@@ -43,17 +44,6 @@ def draft(drafter: OracleDrafter, view: RequestView, max_nodes: int, max_depth: 
     return tree
 
 
-def accepted(tree: DraftTree, truth: list[int]) -> int:
-    """How deep the true continuation runs in the tree."""
-    node, depth = ROOT, 0
-    for token in truth:
-        below = [i for i in range(tree.size) if tree.parents[i] == node and tree.token_ids[i] == token]
-        if not below:
-            break
-        node, depth = below[0], depth + 1
-    return depth
-
-
 ACCURACIES = st.lists(st.sampled_from((0.0, 0.1, 0.2, 0.25)), min_size=1, max_size=4).map(tuple)
 ANSWERS = st.lists(st.integers(0, 20), min_size=1, max_size=40)
 
@@ -67,8 +57,7 @@ def test_a_draft_is_a_sound_tree_within_its_bounds(accuracy, answer, done, max_n
     assert tree.size <= max_nodes
     assert max(build.depths(tree.parents).tolist(), default=0) <= min(max_depth, max(len(answer) - done, 0))
     assert set(tree.source.tolist()) <= {2}
-    if is_chain:
-        assert tree.parents.tolist() == list(range(-1, tree.size - 1))
+    assert not is_chain or trees.is_chain(tree)
 
 
 @given(ANSWERS, st.integers(0, 39), st.integers(1, 30), st.integers(1, 30))
@@ -76,38 +65,31 @@ def test_full_accuracy_drafts_exactly_the_recorded_continuation(answer, done, ma
     drafter = oracle({"p": answer}, accuracy=(1.0,))
     tree = draft(drafter, make_view(answer[:done]), max_nodes, max_depth)
     assert tree.token_ids.tolist() == answer[done:][: min(max_nodes, max_depth)]
-    assert tree.parents.tolist() == list(range(-1, tree.size - 1))
-    assert not tree.log_q.any()
+    assert trees.is_chain(tree) and not tree.log_q.any()
 
 
 @given(ANSWERS, st.integers(1, 30))
 def test_zero_accuracy_drafts_nothing_that_is_accepted(answer, max_nodes) -> None:
-    drafter = oracle({"p": answer}, accuracy=(0.0,))
-    tree = draft(drafter, make_view([]), max_nodes, 30)
+    tree = draft(oracle({"p": answer}, accuracy=(0.0,)), make_view([]), max_nodes, 30)
     assert tree.size == min(max_nodes, len(answer), 30)
-    assert accepted(tree, answer) == 0
+    assert walk(tree, answer) == []
 
 
 def test_each_rank_holds_the_true_token_as_often_as_its_accuracy_says() -> None:
     answer = np.random.default_rng(0).integers(0, 500, size=20_000).tolist()
     drafter = oracle({"p": answer}, accuracy=(0.5, 0.3, 0.1))
-    hits = np.zeros(3)
-    num_steps = 3000
-    for done in range(num_steps):
-        tree = draft(drafter, make_view(answer[:done]), 3, 1)
-        hits += tree.token_ids == answer[done]
+    made = [draft(drafter, make_view(answer[:done]), 3, 1) for done in range(3000)]
+    hits = np.mean([tree.token_ids == answer[done] for done, tree in enumerate(made)], axis=0)
     # three standard deviations of a binomial at its widest
-    assert hits / num_steps == pytest.approx([0.5, 0.3, 0.1], abs=3 * 0.5 / num_steps**0.5)
+    assert hits == pytest.approx([0.5, 0.3, 0.1], abs=3 * 0.5 / 3000**0.5)
 
 
 def test_the_accepted_tokens_are_as_many_as_the_drafts_probabilities_promise() -> None:
     answer = np.random.default_rng(1).integers(0, 500, size=3000).tolist()
     drafter = oracle({"p": answer}, accuracy=(0.6, 0.2))
-    found, promised = [], []
-    for done in range(0, 2500):
-        tree = draft(drafter, make_view(answer[:done]), 12, 8)
-        found.append(accepted(tree, answer[done:]))
-        promised.append(np.exp(build.cumulative_log_q(tree)).sum())
+    made = [draft(drafter, make_view(answer[:done]), 12, 8) for done in range(2500)]
+    found = [len(walk(tree, answer[done:])) for done, tree in enumerate(made)]
+    promised = [np.exp(build.cumulative_log_q(tree)).sum() for tree in made]
     assert np.mean(found) == pytest.approx(np.mean(promised), rel=0.1)
 
 
@@ -143,13 +125,10 @@ def test_the_view_alone_can_forbid_branches_or_drafts() -> None:
     assert draft(drafter, make_view([], shape=DraftMode.OFF), 9, 9).size == 0
 
 
-def test_a_request_without_problem_id_is_found_by_its_own_id() -> None:
+def test_a_request_without_problem_id_is_found_by_its_own_id_and_one_that_was_not_recorded_has_no_drafts() -> None:
     drafter = oracle({"request": [4, 5]})
     assert draft(drafter, make_view([], key=""), 8, 8).token_ids.tolist() == [4, 5]
-
-
-def test_a_request_that_was_not_recorded_goes_without_drafts() -> None:
-    assert draft(oracle({"p": [1]}), make_view([], key="unknown"), 8, 8).size == 0
+    assert draft(drafter, make_view([], key="unknown"), 8, 8).size == 0
 
 
 def test_the_engine_gets_the_oracle_it_configured(tmp_path: Path) -> None:
@@ -167,5 +146,5 @@ def test_from_a_position_on_it_may_be_right_no_more(tmp_path: Path) -> None:
     path.write_text(json.dumps({"p": answer}))
     drafter = oracle({"p": [7]})
     drafter.replay(str(path), (1.0,), position=10)
-    found = [accepted(draft(drafter, make_view(answer[:done]), 4, 4), answer[done:]) for done in range(20)]
+    found = [len(walk(draft(drafter, make_view(answer[:done]), 4, 4), answer[done:])) for done in range(20)]
     assert found == [4] * 10 + [0] * 10

@@ -1,13 +1,10 @@
 """Curves with engines that answer at once: what is replayed, and when no time is told."""
 
-import json
+import functools
 
 import numpy as np
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from bench.runner import engines
 from bench.scenarios import curves
 from bench.scenarios.curves import Curves, bench_curves
 from tests.unit.bench.runner.fake_engines import FakeProcess
@@ -35,25 +32,15 @@ class Replaying(FakeProcess):
 
 
 @pytest.fixture
-def measured(monkeypatch, tmp_path):
-    """(exit status, the rows, what was printed)"""
-
-    def run(*flags, **behaviour):
-        monkeypatch.setattr(engines, "EngineProcess", type("Fake", (Replaying,), behaviour))
-        monkeypatch.setattr(curves, "describe", lambda: {"gpu": "one"})
-        app, report = typer.Typer(), tmp_path / "report.json"
-        app.command()(bench_curves)
-        given = ["--model", "tiny", "--batch", "1,40", "--tokens", "8", "--rounds", "2", "--out", str(report), *flags]
-        result = CliRunner().invoke(app, given)
-        if isinstance(result.exception, SpecRolloutError):
-            raise result.exception
-        return result.exit_code, json.loads(report.read_text())["rows"], result.stdout
-
-    return run
+def curved(measured, monkeypatch):
+    monkeypatch.setattr(curves, "describe", lambda: {"gpu": "one"})
+    sizes = ("--model", "tiny", "--batch", "1,40", "--tokens", 8, "--rounds", 2)
+    return functools.partial(measured, bench_curves, *sizes, kind=Replaying)
 
 
-def test_each_batch_has_a_row_of_stock_itself_and_one_of_ours_with_both_step_times(measured):
-    status, rows, printed = measured()
+def test_each_batch_has_a_row_of_stock_itself_and_one_of_ours_with_both_step_times(curved):
+    status, report, printed = curved()
+    rows = report["rows"]
     assert status == 0 and [(row["batch"], row["name"]) for row in rows] == [
         *((1, "stock again"), (1, "ours"), (40, "stock again"), (40, "ours"))
     ]
@@ -62,22 +49,23 @@ def test_each_batch_has_a_row_of_stock_itself_and_one_of_ours_with_both_step_tim
     assert [row["speedup"] for row in rows] == pytest.approx([1.0, 2.0] * 2) and "2.00x" in printed
 
 
-def test_an_interpreter_tells_tokens_a_step_and_no_time(measured):
-    status, rows, printed = measured("--interpreted")
+def test_an_interpreter_tells_tokens_a_step_and_no_time(curved):
+    status, report, printed = curved("--interpreted")
+    rows = report["rows"]
     assert (status, [row["name"] for row in rows]) == (0, ["ours", "ours"])
     assert all(row["tokens_per_step"] and row["speedup"] is row["step_ms"] is row["rounds_s"] is None for row in rows)
     assert "no time is told" in printed
 
 
-def test_one_other_token_costs_the_speed(measured):
-    status, rows, printed = measured(is_ours_wrong=True)
+def test_one_other_token_costs_the_speed(curved):
+    status, report, printed = curved(is_ours_wrong=True)
     assert status == 1 and "token 7" in printed
-    assert [row["speedup"] for row in rows if row["name"] == "ours"] == [None, None]
+    assert [row["speedup"] for row in report["rows"] if row["name"] == "ours"] == [None, None]
 
 
-def test_stock_that_does_not_follow_the_answers_is_an_error(measured):
+def test_stock_that_does_not_follow_the_answers_is_an_error(curved):
     with pytest.raises(SpecRolloutError, match="did not follow"):
-        measured(follows=False)
+        curved(follows=False)
 
 
 def test_without_a_gpu_the_error_names_the_interpreter(monkeypatch):

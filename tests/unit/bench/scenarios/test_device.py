@@ -12,33 +12,23 @@ from bench.kernels.shapes import Cell
 from bench.runner import ties
 from bench.runner.models import BARE, bare_model
 from bench.runner.rows import Pair
+from bench.runner.scenario import command
 from bench.scenarios import device
 from bench.scenarios.device import Device
+from tests.unit.bench.runner.fake_engines import invoke
 from vllm_specrollout.config import parse, parse_request
 from vllm_specrollout.errors import ConfigError
 
 
-def scenarios(monkeypatch=None):
-    """Every one of the hour's, of real and of dry walks, from its command's own words."""
-    import typer
-    from typer.testing import CliRunner
-
-    from bench.runner.scenario import command
-
-    found = []
-    app = typer.Typer()
-    app.command()(command(Device, found.append))
-    for is_dry in (False, True):
-        for one in commands.jobs(Options(is_dry=is_dry)):
-            if one.arguments[1] == "device":
-                result = CliRunner().invoke(app, list(one.arguments[2:]), catch_exceptions=False)
-                assert result.exit_code == 0, result.output
-    return found
-
-
 @pytest.fixture(scope="module")
 def every():
-    return scenarios()
+    """Every one of the hour's, of real and of dry walks, from its command's own words."""
+    found = []
+    for one in [*commands.jobs(Options()), *commands.jobs(Options(is_dry=True))]:
+        if one.arguments[1] == "device":
+            result = invoke(command(Device, found.append), *one.arguments[2:])
+            assert result.exit_code == 0, result.output
+    return found
 
 
 def test_the_hours_words_are_those_of_the_scenario(every):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from bench.runner import engines
 from bench.runner.results import TABLES, reduced
 from bench.runner.rows import Pair
 from bench.scenarios import learn
@@ -43,12 +40,10 @@ def test_engines_differ_in_their_head_their_history_and_whether_they_learn(arm, 
 class Process(FakeProcess):
     """Learns 1,000 rows at a time, and writes down what is asked of it."""
 
-    made: list[Process] = []
-
     def __init__(self, spec: Any) -> None:
         super().__init__(spec)
         self.done, self.rows = list[str](), 0
-        Process.made.append(self)
+        self.made.append(self)
 
     def _trainer(self, function: str, **given: Any) -> dict[str, Any] | None:
         self.done.append(function)
@@ -66,36 +61,25 @@ class Process(FakeProcess):
 
 
 @pytest.fixture
-def measured(monkeypatch, tmp_path):
-    """Run the scenario with fake engines: (exit status, the report, what was printed)."""
+def learned(measured, monkeypatch):
     monkeypatch.setattr(learn, "moved_policy", lambda by, cache: Path(by))
-
-    def run(*flags, **behaviour):
-        Process.made = []
-        monkeypatch.setattr(engines, "EngineProcess", type("Fake", (Process,), behaviour))
-        app, report = typer.Typer(), tmp_path / "report.json"
-        app.command()(bench_learn)
-        sizes = ["--problems", 3, "--samples", 2, "--epochs", 3, "--batch", 4, "--max-tokens", 12]
-        given = [*sizes, "--engines", ",".join(ENGINES), "--out", report, *flags]
-        result = CliRunner().invoke(app, [str(argument) for argument in given])
-        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-        return result.exit_code, json.loads(report.read_text()), result.stdout
-
-    return run
+    sizes = ("--problems", 3, "--samples", 2, "--epochs", 3, "--batch", 4, "--max-tokens", 12)
+    return functools.partial(measured, bench_learn, *sizes, "--engines", ",".join(ENGINES), kind=Process, made=[])
 
 
-def test_engines_learn_between_epochs_and_get_the_new_weights_behind_that(measured):
-    assert measured()[0] == 0
-    stock, *ours = Process.made
+def test_engines_learn_between_epochs_and_get_the_new_weights_behind_that(learned):
+    made: list[Process] = []
+    assert learned(made=made)[0] == 0
+    stock, *ours = made
     assert stock.done == ["generate", *["generate", "habit"] * 2, "generate"]
     for process, arm in zip(ours, ENGINES, strict=True):
         learns = ["learn"] if arm in ("online", "nothing", "beside") else []
         assert process.done == ["generate", *["generate", *learns, "habit", "begin_epoch"] * 2, "generate"]
-    assert measured("--drift", "none")[0] == 0 and Process.made[0].done[2] == "checkpoint"
+    assert learned("--drift", "none", made=made)[0] == 0 and made[len(ENGINES) + 1].done[2] == "checkpoint"
 
 
-def test_each_epoch_is_told_with_what_was_learned_before_it(measured):
-    status, report, printed = measured()
+def test_each_epoch_is_told_with_what_was_learned_before_it(learned):
+    status, report, printed = learned()
     assert status == 0
     rows = {(row["epoch"], row["name"]): row for row in report["rows"]}
     assert list(rows) == [(epoch, arm) for epoch in (1, 2, 3) for arm in ENGINES]
@@ -110,8 +94,8 @@ def test_each_epoch_is_told_with_what_was_learned_before_it(measured):
     assert table.count("\n") == 1 + len(rows) and "| 3 | online | yes |" in table
 
 
-def test_one_wrong_token_costs_every_speed_and_the_exit_status(measured):
-    status, report, printed = measured(is_ours_wrong=True)
+def test_one_wrong_token_costs_every_speed_and_the_exit_status(learned):
+    status, report, printed = learned(is_ours_wrong=True)
     assert status == 1 and "2.00x" not in printed and "epoch 1, frozen: request 5, token 11" in printed
     assert all(not row["identical"] and row["speedup"] is row["makespan_s"] is None for row in report["rows"])
 
