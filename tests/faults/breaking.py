@@ -15,18 +15,10 @@ import numpy as np
 
 from tests.drafters import TreeByTree
 from tests.e2e.identity.fuzz import FuzzDrafter
-from tests.trees import batch_of
+from tests.trees import batch_of, chain
 from vllm_specrollout.budgets.fixed import FixedBudget
 from vllm_specrollout.observe.listener import Listener
-from vllm_specrollout.types import (
-    EMPTY_TREE,
-    DraftLimits,
-    RequestBatch,
-    RequestView,
-    StepPlan,
-    TreeBatch,
-    VerifyResult,
-)
+from vllm_specrollout.types import EMPTY_TREE, DraftLimits, RequestBatch, RequestView, StepPlan, TreeBatch, VerifyResult
 
 Truth = Callable[[RequestView, int], list[int]]
 """What a request goes on with: its view, and how many tokens are asked for."""
@@ -160,18 +152,7 @@ class Reckless(FixedBudget):
     """Chooses more than anybody has room for."""
 
     def choose(self, proposals: Any, limits: DraftLimits, batch: RequestBatch, draft_ms: float) -> StepPlan:
-        size = 60
-        ids = np.zeros(size * batch.size, np.int32)
-        trees = TreeBatch(
-            batch.request_ids,
-            np.arange(0, size * (batch.size + 1), size, dtype=np.int32),
-            ids,
-            np.tile(np.arange(-1, size - 1, dtype=np.int32), batch.size),
-            np.zeros(len(ids), np.float32),
-            ids,
-            np.tile(np.arange(1, size + 1, dtype=np.int32), batch.size),
-        )
-        return StepPlan(trees, "reckless")
+        return StepPlan(batch_of([chain([0] * 60)] * batch.size, batch.request_ids), "reckless")
 
 
 def drawn(chance: random.Random) -> tuple[str, str]:

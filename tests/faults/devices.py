@@ -4,8 +4,6 @@ What belongs here: what vLLM's runners do for ours, on V1 and on V2, and nothing
 endings come from vLLM's own schedulers; a row's token follows from the state behind it (target.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -234,11 +232,8 @@ class RunnerV1(SpecRolloutV1, StockV1):
 
     def __init__(self, device: Device, speculator: Speculator, metrics: Metrics, most_requests: int) -> None:
         self.device_, self.spec_rollout, self.metrics = device, speculator, metrics
-        self.noise, self.sampler, self.stats = (
-            SimpleNamespace(keep=lambda *step: None, settle=lambda: None),
-            _Sampler(),
-            Stats(),
-        )
+        self.noise = SimpleNamespace(keep=lambda *step: None, settle=lambda: None)
+        self.sampler, self.stats = _Sampler(), Stats()
         self.drafting = Drafting(speculator)
         self.weights_version = self.drafting.weights_version
         self.book = RequestBook(DraftMode.TREE, lambda generator: None, self.drafting.admit)

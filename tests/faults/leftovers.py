@@ -1,7 +1,5 @@
 """What is left of requests that are over: every map, list and field of ours that still names one."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Which schedules are run, and how one is run again."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator
@@ -14,15 +12,10 @@ ON_HOSTS, ON_ENGINES = 100, 20
 ONE, TIMES = "SPECROLLOUT_SEED", "SPECROLLOUT_SCHEDULES"
 
 
-def seeds(count: int, part: int = 0, parts: int = 1) -> list[int]:
-    """So many from 0 on, or as many times more as the environment says; or the one that it names.
-
-    Args:
-        part, parts: the share of it.
-    """
+def seeds(count: int) -> list[int]:
+    """So many from 0 on, or as many times more as the environment says; or the one that it names."""
     asked = os.environ.get(ONE)
-    every = range(int(asked), int(asked) + 1) if asked else range(count * int(os.environ.get(TIMES, "1")))
-    return [seed for seed in every if seed % parts == part]
+    return [int(asked)] if asked else list(range(count * int(os.environ.get(TIMES, "1"))))
 
 
 def over_engine(seed: int) -> Schedule:

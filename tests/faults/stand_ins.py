@@ -1,7 +1,5 @@
 """What stands in for the world around an engine: threads, a device's events, a clock, a disk, grammars, and chance."""
 
-from __future__ import annotations
-
 import random
 import sqlite3
 from collections import deque

@@ -4,8 +4,6 @@ What belongs here: what a token follows from. The state behind a token is a hash
 slot of the KV cache; whoever reads another request's slot, or one that was never written, goes on with other tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

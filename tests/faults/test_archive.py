@@ -1,15 +1,11 @@
 """Engines on four nodes that share answers through one archive, while the archive and their processes are killed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random
-import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +21,7 @@ from vllm_specrollout.bench.policy.reward import problems
 
 from bench.runner.engine_process import EngineProcess, EngineSpec
 from bench.runner.rows import Run
+from tests.waiting import until
 from vllm_specrollout.history.database import Database
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
@@ -36,76 +33,74 @@ import numpy as np
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.types import Answer, FinishReason, RequestView
-folder, url, node = sys.argv[1], sys.argv[2], int(sys.argv[3])
-drafter = HistoryDrafter(HistoryConfig(dir=folder, url=url, run="kills"))
+drafter = HistoryDrafter(HistoryConfig(dir=sys.argv[1], url=sys.argv[2], run="kills"))
 for line in sys.stdin:
-    request = json.loads(line)
-    name, problem = request["name"], request["problem"]
-    rng = np.random.default_rng(request["seed"])
-    tokens = rng.integers(0, 5000, 120).astype(np.int32)
-    view = RequestView(name, tokens[:20], 20, 1000, problem_id=problem, name=name)
-    drafter.admit(view)
+    name, problem, seed = json.loads(line)
+    tokens = np.random.default_rng(seed).integers(0, 5000, 120).astype(np.int32)
+    drafter.admit(RequestView(name, tokens[:20], 20, 1000, problem_id=problem, name=name))
     drafter.finish(Answer(name, problem, tokens[:20], tokens[20:], FinishReason.FINISHED, 0, name))
     drafter.forget(name)
     # what it says is kept, it has counted as written
     while drafter.store.stats().waiting:
         time.sleep(1e-3)
     print(name, flush=True)
-drafter.close()
 """
 
 
 class Process:
-    """A process that is begun anew whenever it was killed."""
+    """One of Python's, which is begun anew whenever it was killed."""
 
-    def __init__(self, arguments: list[str]) -> None:
-        self._arguments = arguments
+    def __init__(self, stack: contextlib.ExitStack, *arguments: object) -> None:
+        self._command = [sys.executable, "-c", *map(str, arguments)]
         self.begin()
+        stack.callback(self.kill)
 
     def begin(self) -> None:
-        self.own = subprocess.Popen(
-            [sys.executable, *self._arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self.own = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def kill(self) -> None:
-        self.own.send_signal(signal.SIGKILL)
+        self.own.kill()
         self.own.wait()
+
+    def ask(self, *what: object) -> str:
+        assert self.own.stdin is not None and self.own.stdout is not None
+        self.own.stdin.write(json.dumps(what) + "\n")
+        self.own.stdin.flush()
+        return self.own.stdout.readline().strip()
 
 
 @pytest.fixture
-def processes(tmp_path: Path) -> Iterator[tuple[Process, list[Process]]]:
-    address = f"ipc://{tmp_path}/s"
-    command = ["-c", "from vllm_specrollout.cli import main; main()", "history", "serve"]
-    archive = Process([*command, str(tmp_path / "archive"), "--listen", address])
-    engines = [Process(["-c", ENGINE, str(tmp_path / f"node{i}"), address, str(i)]) for i in range(NODES)]
-    yield archive, engines
-    for one in (archive, *engines):
-        with contextlib.suppress(ProcessLookupError):
-            one.kill()
+def stack() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as own:
+        yield own
 
 
-def test_nothing_that_was_acknowledged_is_lost_over_twenty_kills(
-    processes: tuple[Process, list[Process]], tmp_path: Path
-) -> None:
-    archive, engines = processes
+@pytest.fixture
+def archive(stack: contextlib.ExitStack, tmp_path: Path) -> Process:
+    serve = "from vllm_specrollout.cli import main; main()"
+    return Process(stack, serve, "history", "serve", tmp_path / "archive", "--listen", f"ipc://{tmp_path}/s")
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    """Of the nodes."""
+    return [tmp_path / f"node{i}" for i in range(NODES)]
+
+
+def test_nothing_that_was_acknowledged_is_lost_over_twenty_kills(stack, archive, folders, tmp_path) -> None:
+    engines = [Process(stack, ENGINE, folder, f"ipc://{tmp_path}/s") for folder in folders]
     rng = random.Random(3)
-    asked = [(f"p{problem}", f"{problem}-{sample}") for problem in range(PROBLEMS) for sample in range(SAMPLES)]
+    asked = [(f"{problem}-{sample}", f"p{problem}") for problem in range(PROBLEMS) for sample in range(SAMPLES)]
     rng.shuffle(asked)
-    kills = sorted(rng.sample(range(len(asked)), KILLS))
-    acknowledged = set[str]()
-    for number, (problem, name) in enumerate(asked):
-        engine = engines[number % NODES]
+    kills = set(rng.sample(range(len(asked)), KILLS))
+    for number, (name, problem) in enumerate(asked):
         if number in kills:
             victim = rng.choice([archive, *engines])
             victim.kill()
             victim.begin()
-        assert engine.own.stdin is not None and engine.own.stdout is not None
-        engine.own.stdin.write(json.dumps({"name": name, "problem": problem, "seed": number}) + "\n")
-        engine.own.stdin.flush()
-        if name == engine.own.stdout.readline().strip():
-            acknowledged.add(name)
-    assert len(acknowledged) == len(asked), "each is asked of an engine that lives"
-    await_all(acknowledged, [tmp_path / f"node{i}" for i in range(NODES)])
+        assert engines[number % NODES].ask(name, problem, number) == name, "each is asked of an engine that lives"
+    acknowledged = {name for name, _ in asked}
+    await_all(acknowledged, folders)
     assert acknowledged <= found(tmp_path / "archive")
 
 
@@ -118,43 +113,43 @@ def found(folder: Path) -> set[str]:
     return names
 
 
+def await_all(names: set[str], folders: list[Path]) -> None:
+    """Every node comes to have every answer."""
+    until(lambda: all(names <= found(folder) for folder in folders), 120.0)
+
+
 LENGTH = 32
 # what an engine is asked for at once
 CALL = 32
 ARGUMENTS = {"model": str(CHECKPOINT), "dtype": "float32", "max_model_len": 256, "enforce_eager": True}
+# its steps are short, and the engines share the host: threads that wait for each other would take most of it; and one
+# within the asking process tells its last answers with its next step (docs/limits.md), which comes too late
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
-def spec(name: str, spec_rollout: dict[str, Any] | None) -> EngineSpec:
-    # its steps are short, and the engines share the host: threads that wait for each other would take most of it
-    environment = {
-        "OMP_NUM_THREADS": "1",
-        # one within the asking process tells its last answers with its next step (docs/limits.md), which comes too late
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-    }
-    is_ours = spec_rollout is not None
-    return EngineSpec(
-        name=name, arguments=ARGUMENTS, has_plugin=is_ours, spec_rollout=spec_rollout, environment=environment
-    )
-
-
-def asked_for(rows: list[tuple[int, int]], prompts: list[list[int]], epoch: int, is_ours: bool) -> dict[str, Any]:
-    """What `generate` is told of these (problem, sample)s."""
-    own = [{"extra_args": {"spec_rollout": {"problem_id": f"p{problem}"}}} if is_ours else {} for problem, _ in rows]
-    seeds = [epoch * 10**6 + problem * 100 + sample for problem, sample in rows]
-    common = {"temperature": 1.0, "max_tokens": LENGTH, "ignore_eos": True}
-    return {
-        "prompts": [prompts[problem] for problem, _ in rows],
-        "params": [{**common, "seed": seed, **more} for seed, more in zip(seeds, own, strict=True)],
-        "ids": [f"{epoch}-{problem}-{sample}" for problem, sample in rows],
-    }
+def process(stack: contextlib.ExitStack, name: str, spec_rollout: dict[str, Any] | None = None) -> EngineProcess:
+    more = {"has_plugin": spec_rollout is not None, "spec_rollout": spec_rollout, "environment": ENVIRONMENT}
+    return stack.enter_context(EngineProcess(EngineSpec(name=name, arguments=ARGUMENTS, **more)))
 
 
 def generated(engine: EngineProcess, rows: list[tuple[int, int]], prompts: list[list[int]], epoch: int) -> list[Run]:
-    """Call by call, so that what others have answered meanwhile can draft."""
-    is_ours = engine.spec.spec_rollout is not None
-    calls = [rows[first : first + CALL] for first in range(0, len(rows), CALL)]
-    told = [asked_for(call, prompts, epoch, is_ours) for call in calls]
-    return [Run.from_child(engine.ask("generate", stats=is_ours, **one)) for one in told]
+    """These (problem, sample)s, call by call, so that what others have answered meanwhile can draft."""
+    is_ours, found = engine.spec.spec_rollout is not None, []
+    common = {"temperature": 1.0, "max_tokens": LENGTH, "ignore_eos": True}
+    for first in range(0, len(rows), CALL):
+        own = rows[first : first + CALL]
+        params = [
+            {
+                **common,
+                "seed": epoch * 10**6 + problem * 100 + sample,
+                "extra_args": {"spec_rollout": {"problem_id": f"p{problem}"}} if is_ours else None,
+            }
+            for problem, sample in own
+        ]
+        ids = [f"{epoch}-{problem}-{sample}" for problem, sample in own]
+        asked = {"prompts": [prompts[problem] for problem, _ in own], "params": params, "ids": ids}
+        found.append(Run.from_child(engine.ask("generate", stats=is_ours, **asked)))
+    return found
 
 
 def tokens(runs: list[Run]) -> list[tuple[int, ...]]:
@@ -173,55 +168,36 @@ def kill_over_and_over(archive: Process, rng: random.Random, is_over: threading.
 
 
 def test_engines_on_four_nodes_answer_as_stock_and_draft_what_the_others_answered_while_the_archive_is_killed(
-    tmp_path: Path,
+    stack, archive, folders, tmp_path
 ) -> None:
     """Each has a quarter of the problems in one epoch, and another's quarter in the next."""
-    address, rng = f"ipc://{tmp_path}/s", random.Random(5)
+    rng = random.Random(5)
     texts = [problem.prompt for problem in problems(PROBLEMS, 0)]
     quarters = [[(p, s) for p in range(node, PROBLEMS, NODES) for s in range(SAMPLES)] for node in range(NODES)]
-    serve = ["-c", "from vllm_specrollout.cli import main; main()", "history", "serve", str(tmp_path / "archive")]
-    with contextlib.ExitStack() as stack:
-        stock = stack.enter_context(EngineProcess(spec("stock", None)))
-        prompts = stock.ask("encode", texts=texts)
-        truth = [[tokens(generated(stock, rows, prompts, epoch)) for rows in quarters] for epoch in (0, 1)]
-        stock.close()
-        archive = Process([*serve, "--listen", address])
-        stack.callback(lambda: archive.kill())
-        folders = [tmp_path / f"node{node}" for node in range(NODES)]
-        own = [
-            {"drafters": ["history"], "budget": "fixed", "history": {"dir": str(one), "url": address, "run": "kills"}}
-            for one in folders
+    stock = process(stack, "stock")
+    prompts = stock.ask("encode", texts=texts)
+    truth = [[tokens(generated(stock, rows, prompts, epoch)) for rows in quarters] for epoch in (0, 1)]
+    stock.close()
+    histories = [{"dir": str(folder), "url": f"ipc://{tmp_path}/s", "run": "kills"} for folder in folders]
+    settings = [{"drafters": ["history"], "budget": "fixed", "history": history} for history in histories]
+    engines = [process(stack, f"node {i}", own) for i, own in enumerate(settings)]
+    pool = stack.enter_context(ThreadPoolExecutor(NODES + 1))
+    for epoch in (0, 1):
+        is_over = threading.Event()
+        killing = pool.submit(kill_over_and_over, archive, rng, is_over)
+        dealt = [quarters[(node + epoch) % NODES] for node in range(NODES)]
+        asked = [
+            pool.submit(generated, engine, rows, prompts, epoch) for engine, rows in zip(engines, dealt, strict=True)
         ]
-        engines = [stack.enter_context(EngineProcess(spec(f"node {i}", one))) for i, one in enumerate(own)]
-        pool = stack.enter_context(ThreadPoolExecutor(NODES + 1))
-        for epoch in (0, 1):
-            is_over = threading.Event()
-            killing = pool.submit(kill_over_and_over, archive, rng, is_over)
-            dealt = [(node + epoch) % NODES for node in range(NODES)]
-            asked = [
-                pool.submit(generated, engine, quarters[quarter], prompts, epoch)
-                for engine, quarter in zip(engines, dealt, strict=True)
-            ]
-            try:
-                runs = [one.result() for one in asked]
-            finally:
-                is_over.set()
-            assert killing.result() >= KILLS
-            for node, quarter in enumerate(dealt):
-                assert tokens(runs[node]) == truth[epoch][quarter], f"stock's tokens on node {node}"
-            names = {f"{e}-{p}-{s}" for e in range(epoch + 1) for p in range(PROBLEMS) for s in range(SAMPLES)}
-            await_all(names, folders)
-        totals = [[run.totals for run in own] for own in runs]
-        for own_totals in totals:
-            first = own_totals[0]
-            assert first is not None
-            # of this quarter it had answered nothing itself before
-            assert first.accepted > LENGTH, "what the others answered drafts"
-
-
-def await_all(names: set[str], folders: list[Path]) -> None:
-    """Every node comes to have every answer."""
-    until = time.monotonic() + 120
-    while missing := [len(names - found(folder)) for folder in folders if names - found(folder)]:
-        assert time.monotonic() < until, missing
-        time.sleep(0.5)
+        try:
+            runs = [one.result() for one in asked]
+        finally:
+            is_over.set()
+        assert killing.result() >= KILLS
+        for node, own in enumerate(runs):
+            assert tokens(own) == truth[epoch][(node + epoch) % NODES], f"stock's tokens on node {node}"
+        await_all({f"{e}-{p}-{s}" for e in range(epoch + 1) for rows in quarters for p, s in rows}, folders)
+    for own in runs:
+        first = own[0].totals
+        # of this quarter it had answered nothing itself before
+        assert first is not None and first.accepted > LENGTH, "what the others answered drafts"

@@ -3,9 +3,6 @@
 Each seed is a schedule of its own. A failing one prints what repeats it.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,14 +17,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from tests.e2e.identity.engines import model
 from tests.e2e.schedulers import SCHEDULERS
-from tests.faults.acts import Scheduled
+from tests.faults.acting import MOST_DRAFTED
+from tests.faults.breaking import DRAFTER_FAULTS, Errs
 from tests.faults.devices import MOST_TOKENS
-from tests.faults.hosts import KINDS, MOST_DRAFTED, MOST_REQUESTS
-from tests.faults.schedule import Schedule
+from tests.faults.hosts import KINDS, MOST_REQUESTS, Engine
+from tests.faults.schedule import ACTS, Schedule
 from tests.faults.seeds import ON_HOSTS, repeatable, seeds
 from tests.faults.stand_ins import Grammars
-
-PARTS = 1
 
 
 class Bench:
@@ -62,27 +58,21 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(model(tmp_path_factory.mktemp("models"), "llama", "float32"))
 
 
-def carry_out(seed: int, bench: Bench, folder: Path) -> Scheduled:
-    with pytest.MonkeyPatch.context() as patch, repeatable(seed, __file__):
-        engine = Scheduled(Schedule.of(seed), KINDS[seed % len(KINDS)], bench, str(folder / str(seed)), patch)
-        engine.carry_out()
-    return engine
-
-
-@pytest.mark.parametrize("part", range(PARTS))
-def test_no_schedule_of_faults_changes_a_token_loses_a_request_or_leaves_anything_behind(
-    part: int, bench: Bench, tmp_path: Path
-) -> None:
-    own, accepted, failed, seen = seeds(ON_HOSTS, part, PARTS), 0, set[str](), set[str]()
+def test_no_schedule_of_faults_changes_a_token_loses_a_request_or_leaves_anything_behind(bench, tmp_path) -> None:
+    own, accepted, failed, seen, broke = seeds(ON_HOSTS), 0, set[str](), set[str](), set[tuple[str, str]]()
     for seed in own:
-        engine = carry_out(seed, bench, tmp_path)
+        with pytest.MonkeyPatch.context() as patch, repeatable(seed, __file__):
+            engine = Engine(Schedule.of(seed), KINDS[seed % len(KINDS)], bench, str(tmp_path / str(seed)), patch)
+            engine.carry_out()
         accepted += engine.runner.stats.accepted
         failed |= set(engine.speculator.guard.failures)
         seen |= engine.seen
+        broke |= engine.broke
     if len(own) > 1:
         # that they try what they are for
+        assert {act.what for seed in own for act in Schedule.of(seed).acts} == set(ACTS)
+        faults = {("drafter", one) for one in DRAFTER_FAULTS} | {("budget", one) for one in (*Errs.METHODS, "")}
+        assert broke == faults
         assert accepted > 10 * len(own) and failed == {"budget", "drafter broken", "watching"}
-        assert seen == {
-            *("a drafter was in debt", "a drafter came back by itself", "a trace"),
-            "what was withheld was found again",
-        }
+        asides = {"a drafter was in debt", "a drafter came back by itself", "a trace"}
+        assert seen == asides | {"what was withheld was found again"}

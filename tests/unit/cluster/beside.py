@@ -3,8 +3,6 @@
 python beside.py ADDRESS DIARY
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping, Sequence

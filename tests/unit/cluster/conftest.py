@@ -1,7 +1,5 @@
 """Groups of engines without a model: their models' names are nobody's, and their arguments none of vLLM's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

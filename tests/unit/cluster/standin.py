@@ -1,8 +1,6 @@
 """An engine without a model, as a group's replica: a token is a function of seed, weights and position, as in one that
 is lossless. It runs in an actor, or in this process, where its owner says when a step is done."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -22,6 +20,13 @@ def token(seed: int, weights: int, position: int) -> int:
 def answer(params: Mapping[str, Any], weights: int = 0) -> list[int]:
     """What an engine that is never interrupted says."""
     return [token(params["seed"], weights, i) for i in range(params["max_tokens"])]
+
+
+def generated(group: Any, asked: Sequence[Mapping[str, Any]], weights: int = 0) -> list[Any]:
+    """A group's answers, every other one to the same prompt, after a look at each token."""
+    found = group.generate([[i // 2] for i in range(len(asked))], asked)
+    assert [list(one.token_ids) for one in found] == [answer(one, weights) for one in asked]
+    return found
 
 
 class Engine:

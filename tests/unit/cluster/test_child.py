@@ -17,15 +17,7 @@ from tests.unit.cluster.beside import Beside, write
 from tests.waiting import until
 from vllm_specrollout.cluster import child as module
 from vllm_specrollout.cluster import leftovers
-from vllm_specrollout.cluster.child import (
-    KV_CACHE,
-    MOST_RESTARTS,
-    START_S,
-    Command,
-    DrafterProcess,
-    DrafterProcessError,
-    WarmDrafter,
-)
+from vllm_specrollout.cluster.child import Command, DrafterProcess, DrafterProcessError, WarmDrafter
 from vllm_specrollout.config import envs
 from vllm_specrollout.errors import ConfigError
 
@@ -46,6 +38,14 @@ class Clock:
         return self.now
 
 
+SLEEPS = "import time; time.sleep(60)"
+
+
+def begun(script: str = "raise SystemExit(3)") -> tuple[DrafterProcess, Clock]:
+    clock = Clock()
+    return DrafterProcess(Script(script, "ipc:///x"), clock), clock
+
+
 def stand_still(process: DrafterProcess) -> None:
     """It hears no further signal once it has stopped."""
     assert process.pid is not None
@@ -59,9 +59,8 @@ def ended(process: DrafterProcess) -> None:
 
 
 def test_a_process_that_ends_is_begun_anew_with_ever_more_patience() -> None:
-    clock = Clock()
-    process = DrafterProcess(Script("raise SystemExit(3)", "ipc:///x"), clock)
-    for number in range(MOST_RESTARTS):
+    process, clock = begun()
+    for number in range(module.MOST_RESTARTS):
         ended(process)
         assert process.watch(), "it is noticed"
         pid = process.pid
@@ -78,9 +77,8 @@ def test_a_process_that_ends_is_begun_anew_with_ever_more_patience() -> None:
 
 
 def test_a_process_that_loads_for_too_long_is_killed_and_begun_anew() -> None:
-    clock = Clock()
-    process = DrafterProcess(Script("import time; time.sleep(60)", "ipc:///x"), clock)
-    clock.now = START_S
+    process, clock = begun(SLEEPS)
+    clock.now = module.START_S
     assert not process.watch() and process.is_alive, "large models take their time"
     clock.now += 1.0
     assert not process.watch()
@@ -89,14 +87,13 @@ def test_a_process_that_loads_for_too_long_is_killed_and_begun_anew() -> None:
     clock.now += 1.0
     assert not process.watch()
     process.is_ready = True
-    clock.now += START_S + 1.0
+    clock.now += module.START_S + 1.0
     assert not process.watch() and not process.watch() and process.is_alive, "the next one has loaded"
     process.stop()
 
 
 def test_a_host_without_room_for_a_process_costs_a_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    process = DrafterProcess(Script("raise SystemExit(3)", "ipc:///x"), clock)
+    process, clock = begun()
     ended(process)
     assert process.watch()
 
@@ -123,19 +120,16 @@ def test_a_host_without_room_for_a_process_costs_a_try(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_process_is_bound_to_the_thread_that_begins_it_where_that_lives_as_long_as_the_engine(
-    monkeypatch: pytest.MonkeyPatch, is_first: bool
-) -> None:
+def test_a_process_is_bound_to_the_thread_that_begins_it_where_that_lives_as_long_as_the_engine(monkeypatch, is_first):
     monkeypatch.setattr("threading.get_native_id", lambda: os.getpid() + (not is_first))
-    script = "import sys; raise SystemExit(10 + sys.argv.count('--bound'))"
-    process = DrafterProcess(Script(script, "ipc:///x"))
+    process, _ = begun("import sys; raise SystemExit(10 + sys.argv.count('--bound'))")
     assert process._process is not None
     assert process._process.wait() == 10 + is_first
 
 
 def test_a_dismissed_process_that_hangs_is_killed_once_it_had_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_GRACE_S", 0.05)
-    processes = [DrafterProcess(Script("import time; time.sleep(60)", "ipc:///x")) for _ in range(3)]
+    processes = [begun(SLEEPS)[0] for _ in range(3)]
     popens = [process._process for process in processes]
     for process in processes:
         stand_still(process)
@@ -153,7 +147,7 @@ def test_a_drafters_engine_is_told_its_model_and_cores_and_not_to_speculate(monk
         monkeypatch.setenv(name, "1")
     command = Command.of("small", ("cpu:2-3", "cpu:3", "cpu:5"), {"dtype": "float32"})
     own = ["small", command.address, "--parent", str(os.getpid())]
-    args = json.dumps({"dtype": "float32", "kv_cache_memory_bytes": KV_CACHE})
+    args = json.dumps({"dtype": "float32", "kv_cache_memory_bytes": module.KV_CACHE})
     assert command.argv[3:] == [*own, "--engine-args", args, "--cores", "2,3,5"]
     environment = command.environment
     assert environment["OMP_NUM_THREADS"] == "3" and environment["VLLM_TARGET_DEVICE"] == "cpu"
@@ -175,9 +169,7 @@ def test_a_drafters_engine_on_gpus_is_stock_vllm_with_a_rank_on_each(monkeypatch
         _ = Command.of("small", ("cuda:3",), {}).environment
 
 
-def test_what_a_killed_engine_left_is_removed_and_what_a_living_one_has_is_not(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_a_killed_engine_left_is_removed_and_what_a_living_one_has_is_not(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(leftovers, "SHM", tmp_path)
     gone = subprocess.Popen([sys.executable, "-S", "-c", ""])
@@ -215,9 +207,7 @@ def beside(tmp_path: Path) -> Iterator[tuple[WarmDrafter, Path]]:
     drafter.stop()
 
 
-def test_a_drafter_begins_asleep_and_has_given_its_memory_back_before_the_engine_goes_on(
-    beside: tuple[WarmDrafter, Path],
-) -> None:
+def test_a_drafter_begins_asleep_and_has_given_its_memory_back_before_the_engine_goes_on(beside) -> None:
     drafter, diary = beside
     assert not drafter.address
     drafter.sleep()
@@ -234,9 +224,7 @@ def test_a_drafter_begins_asleep_and_has_given_its_memory_back_before_the_engine
     assert said == ["asleep", *("awake", "asleep", "prefill") * 3]
 
 
-def test_a_drafter_that_hangs_is_killed_before_the_engine_goes_on_and_sleeps_in_its_next_life(
-    beside: tuple[WarmDrafter, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drafter_that_hangs_is_killed_before_the_engine_goes_on_and_sleeps_in_its_next_life(beside, monkeypatch):
     drafter, _ = beside
     monkeypatch.setattr(module, "REST_S", 0.1)
     drafter.wake()

@@ -1,29 +1,13 @@
 """Which engine gets which problem, by the lengths of earlier answers."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_specrollout.cluster.dealing import Room, deal
 
-TWO = {"a": Room(4), "b": Room(4)}
-
 
 def siblings(**counts: int) -> list[tuple[str, str]]:
     return [(f"{problem}{i}", problem) for problem, count in counts.items() for i in range(count)]
-
-
-def test_the_longest_problem_goes_first_and_the_next_ones_to_who_has_least() -> None:
-    found = deal(siblings(short=1, long=1, middle=1), TWO, {"short": 10, "middle": 100, "long": 150})
-    assert found == {"long0": "a", "middle0": "b", "short0": "b"}
-
-
-def test_siblings_of_a_full_home_wait_unless_an_engine_has_nothing_to_do() -> None:
-    rooms = {"home": Room(0, 90.0), "busy": Room(4, 1.0)}
-    assert deal(siblings(x=2), rooms, {}, {"x": "home"}) == {}
-    assert deal(siblings(x=2), rooms | {"idle": Room(4)}, {}, {"x": "home"}) == {"x0": "idle", "x1": "idle"}
-    assert deal(siblings(x=2), rooms, {}, {"x": "one that is gone"}) == {"x0": "busy", "x1": "busy"}
 
 
 def naive_deal(waiting, rooms, forecasts, homes):

@@ -1,7 +1,5 @@
 """Random schedules of a group's driver over engines that die, come back, and say things late: no answer differs."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random
@@ -169,6 +167,13 @@ def _tell(call: Call, found: Any) -> None:
         future.set_result(found)
 
 
+async def settled(*args: Any, **given: Any) -> World:
+    """Each engine of it is admitted."""
+    world = World(*args, **given)
+    await world.settle()
+    return world
+
+
 def expected(own: Open, found: GroupAnswer, weights: dict[int, int] | None = None) -> list[int]:
     """Its tokens, each by the weights that the answer names for it: those of its version's number, or of a table."""
     assert found.versions[0][0] == 0
@@ -182,12 +187,9 @@ def expected(own: Open, found: GroupAnswer, weights: dict[int, int] | None = Non
 
 @pytest.mark.parametrize("ladder", ["off", "move"])
 @pytest.mark.parametrize("seed", range(SCHEDULES))
-async def test_whatever_dies_is_pushed_or_cannot_be_resumed_each_token_is_the_named_weights_own(
-    ladder: str, seed: int
-) -> None:
+async def test_whatever_dies_is_pushed_or_cannot_be_resumed_each_token_is_the_named_weights_own(ladder, seed) -> None:
     rng = random.Random(seed)
-    world = World(rng.choice([1, 2, 3, 5]), ladder, seed)
-    await world.settle()
+    world = await settled(rng.choice([1, 2, 3, 5]), ladder, seed)
     asked = world.ask(rng.choice([1, 4, 9]), **({"stop": ["x"]} if rng.random() < 0.3 else {}))
     deaths, pushes = rng.choice([0, 1, 3]), rng.choice([0, 0, 2])
     tasks = []
@@ -218,8 +220,7 @@ async def test_whatever_dies_is_pushed_or_cannot_be_resumed_each_token_is_the_na
 @pytest.mark.parametrize("seed", range(SCHEDULES))
 async def test_weights_that_a_transfer_brings_reach_all_and_who_dies_meanwhile_has_the_paths(seed: int) -> None:
     rng = random.Random(seed)
-    world = World(3, rng.choice(["off", "move"]), seed)
-    await world.settle()
+    world = await settled(3, rng.choice(["off", "move"]), seed)
     asked, transfer, weights = world.ask(9), world.transfer, {0: 0}
     for number in (1, 2):
         for _ in range(rng.randrange(40)):
@@ -239,12 +240,10 @@ async def test_weights_that_a_transfer_brings_reach_all_and_who_dies_meanwhile_h
 
 
 async def test_without_a_path_who_is_begun_anew_after_a_transfer_stays_behind_and_the_batch_ends_when_all_are() -> None:
-    world = World(2)
-    await world.settle()
-    await world.until(world.transfer._init({}))
-    await world.until(world.transfer._start())
-    await world.until(world.transfer._update({"number": 1}))
-    await world.until(world.transfer._finish())
+    world = await settled(2)
+    calls = world.transfer
+    for call in (calls._init({}), calls._start(), calls._update({"number": 1}), calls._finish()):
+        await world.until(call)
     world.kill("engine-0")
     asked = world.ask(4)
     for request, found in (await world.finish(asked)).items():
@@ -261,16 +260,14 @@ async def test_without_a_path_who_is_begun_anew_after_a_transfer_stays_behind_an
 
 
 async def test_a_transfers_calls_have_an_order_and_each_engine_its_ranks() -> None:
-    world = World(2)
-    await world.settle()
+    world = await settled(2)
     with pytest.raises(GroupError, match="no engine takes part"):
         await world.until(world.transfer._start())
     with pytest.raises(GroupError, match="no transfer is under way"):
         await world.until(world.transfer._finish())
     with pytest.raises(ConfigError, match="has 3 entries for 2 engines"):
         await world.until(world.transfer._init([{}] * 3))
-    two_ranks = Transfer(world.driver, world, 2, "", lambda what: what)
-    await world.until(two_ranks._init({"rank_offset": 1}))
+    await world.until(Transfer(world.driver, world, 2, "", lambda what: what)._init({"rank_offset": 1}))
     assert [engine.met["rank_offset"] for engine in world.alive.values()] == [1, 3]
     await world.until(world.transfer._init([{"a": 1}, {"a": 2}]))
     await world.until(world.transfer._start())
@@ -300,8 +297,7 @@ async def test_siblings_go_to_one_engine_whose_home_is_remembered_of_so_many_pro
 
 
 async def test_a_request_that_ends_each_engine_is_given_up_and_named() -> None:
-    world = World(2)
-    await world.settle()
+    world = await settled(2)
     asked = world.ask(1)
 
     def kill() -> None:
@@ -314,8 +310,7 @@ async def test_a_request_that_ends_each_engine_is_given_up_and_named() -> None:
 
 
 async def test_a_refused_request_says_why_and_costs_the_others_nothing() -> None:
-    world = World(2)
-    await world.settle()
+    world = await settled(2)
     asked = world.ask(4)
     wrong, *others = asked
     asked[wrong].params["wrong"] = "ValueError: no"
@@ -326,8 +321,7 @@ async def test_a_refused_request_says_why_and_costs_the_others_nothing() -> None
 
 
 async def test_without_an_engine_or_after_the_end_all_that_waits_ends_with_the_cause() -> None:
-    world = World(2, restarts=0)
-    await world.settle()
+    world = await settled(2, restarts=0)
     asked = world.ask(3)
     world.kill("engine-0")
     world.kill("engine-1")
@@ -335,8 +329,7 @@ async def test_without_an_engine_or_after_the_end_all_that_waits_ends_with_the_c
         await world.finish(asked)
     with pytest.raises(GroupError, match="no engine is left"):
         world.ask(1)
-    world = World(2)
-    await world.settle()
+    world = await settled(2)
     asked, push = world.ask(3), asyncio.ensure_future(world.driver.bring(update=(1, "load", {"number": 1})))
     await asyncio.sleep(0)
     world.driver.stop(GroupError("the group is closed", ""))

@@ -1,7 +1,5 @@
 """What a group decides, case by case; test_driver.py and test_lending.py have it under random schedules."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import given
@@ -20,10 +18,6 @@ def engine(running: dict[str, Copy] | None = None, *, places: int = 4, **more: A
 def decided(engines: dict[str, GroupEngine], prices: GroupPrices | None = None, *, moves: bool = True) -> list[Run]:
     """Of what runs."""
     return decide([], engines, 1, {}, prices or GroupPrices(), {}, moves=moves)
-
-
-def lent(engines: dict[str, GroupEngine]) -> list[Attach]:
-    return lend(engines, 4)
 
 
 def long(tokens: int = 400, steps: int = 400) -> Copy:
@@ -64,14 +58,14 @@ def test_what_cannot_be_resumed_is_never_moved() -> None:
 def test_an_idle_engines_drafter_is_lent_to_stragglers_of_its_host_and_taken_back() -> None:
     slow = {"slow": long()}
     lender = engine(drafter="ipc:///d", method="small")
-    assert lent({"a": engine(slow), "b": lender}) == [Attach("a", "b", ("slow",))]
+    assert lend({"a": engine(slow), "b": lender}, 4) == [Attach("a", "b", ("slow",))]
     elsewhere = engine(drafter="ipc:///d", method="small")
     elsewhere.host = "there"
-    assert lent({"a": engine(slow), "b": elsewhere}) == []
+    assert lend({"a": engine(slow), "b": elsewhere}, 4) == []
     helped = engine(slow, lent={"b": ("slow",)})
-    assert lent({"a": helped, "b": lender}) == [], "it is so already"
+    assert lend({"a": helped, "b": lender}, 4) == [], "it is so already"
     busy = engine({"own": long()}, drafter="ipc:///d", method="small")
-    assert lent({"a": helped, "b": busy}) == [Attach("a", "b")]
+    assert lend({"a": helped, "b": busy}, 4) == [Attach("a", "b")]
 
 
 def test_one_drafter_is_lent_to_several_engines_and_to_no_more_than_its_share_of_requests() -> None:
@@ -80,11 +74,11 @@ def test_one_drafter_is_lent_to_several_engines_and_to_no_more_than_its_share_of
         "b": engine({f"b{i}": long(400, 300 - i) for i in range(3)}),
         "c": engine(drafter="ipc:///d", method="small"),
     }
-    found = lent(engines)
+    found = lend(engines, 4)
     assert found == [Attach("a", "c", ("a0", "a1", "a2")), Attach("b", "c", ("b0",))]
     engines["a"].lent, engines["b"].lent = {"c": ("a0", "a1", "a2")}, {"c": ("b0",)}
     del engines["a"].running["a1"]
-    assert lent(engines) == [Attach("b", "c", ("b0", "b1"))], "its place goes to the next one"
+    assert lend(engines, 4) == [Attach("b", "c", ("b0", "b1"))], "its place goes to the next one"
 
 
 def test_prices_lie_on_the_line_between_what_was_measured_and_nowhere_else() -> None:
@@ -110,13 +104,6 @@ def test_what_is_left_is_what_a_move_gains_where_lengths_are_known() -> None:
         running = {f"r{i}": Copy(10, 400, 400, 400, left) for i in range(2)}
         found = decided({"a": engine(running), "b": engine()}, prices)
         assert len(found) == moves
-
-
-def test_the_worst_request_gets_all_methods_before_the_next() -> None:
-    """The text's order; the printed loops would give `small` to all three first."""
-    workers = {method: Worker(method) for method in METHODS}
-    found = assign({"a": 0.9, "b": 0.2, "c": 0.5}, METHODS, workers, most=1)
-    assert found == {("b", method): method for method in METHODS}
 
 
 names = st.integers(0, 5).map("r{}".format)

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,13 @@ from vllm_specrollout.cluster.messages import VERSION, Bye, Hello, Message
 from vllm_specrollout.errors import ConfigError
 
 HELLO = Hello(VERSION, 50)
+
+
+@pytest.fixture(autouse=True)
+def _no_end_stays_open() -> Iterator[None]:
+    yield
+    while mail._contexts:
+        mail._contexts.pop().destroy(linger=0)
 
 
 def heard(end: MailServer | MailClient) -> list[Any]:
@@ -47,9 +55,6 @@ def test_two_engines_and_a_drafter_hear_each_other(address: str) -> None:
     for name, message in said:
         assert office.send(name, Bye(str(message.vocab_size)))
     assert [heard(box) for box in boxes] == [[Bye("0")], [Bye("1")]]
-    for end in (*boxes, office):
-        end.close()
-        end.close()
 
 
 def test_a_drafter_that_is_begun_anew_is_found_again_and_hears_what_waited(address: str) -> None:
@@ -62,15 +67,12 @@ def test_a_drafter_that_is_begun_anew_is_found_again_and_hears_what_waited(addre
         assert box.send(HELLO)
     office = MailServer(where)
     assert {message for _, message in heard(office)} == {HELLO}
-    box.close()
-    office.close()
 
 
 def test_what_is_full_refuses_and_never_waits(tmp_path: Path) -> None:
     box = MailClient(f"ipc://{tmp_path}/nobody")
     sent = [box.send(HELLO) for _ in range(HIGH_WATER + 10)]
     assert sent.count(False) >= 10 and sent[0]
-    box.close()
 
 
 def test_an_engine_that_is_gone_is_said_to_be(address: str) -> None:
@@ -81,7 +83,6 @@ def test_an_engine_that_is_gone_is_said_to_be(address: str) -> None:
     box.close()
     until(lambda: not office.send(name, HELLO))
     assert not office.send(name, HELLO), "and it stays so"
-    office.close()
 
 
 def test_garbage_is_counted_and_what_comes_behind_it_is_heard(tmp_path: Path) -> None:
@@ -98,8 +99,6 @@ def test_garbage_is_counted_and_what_comes_behind_it_is_heard(tmp_path: Path) ->
     assert heard(office)[-1][1] == HELLO
     until(lambda: list(office.receive()) or office.malformed == 4)
     context.destroy(linger=0)
-    box.close()
-    office.close()
 
 
 def test_nobody_gets_in_without_the_key(tmp_path: Path) -> None:
@@ -119,8 +118,6 @@ def test_nobody_gets_in_without_the_key(tmp_path: Path) -> None:
     assert (tmp_path / "made" / "key").stat().st_mode & 0o777 == 0o600
     time.sleep(0.2)
     assert not list(office.receive()) and not office.malformed
-    for end in (wrong, right, office):
-        end.close()
     context.destroy(linger=0)
 
 
@@ -136,7 +133,6 @@ def test_an_engine_is_told_the_hosts_name_where_a_drafter_listens_everywhere(key
     for host in ("*", "0.0.0.0"):
         office = MailServer(f"tcp://{host}:0")
         assert office.address.startswith(f"tcp://{socket.gethostname()}:")
-        office.close()
 
 
 def test_of_an_address_with_a_key_neither_is_taken_nor_shown() -> None:
@@ -162,15 +158,12 @@ NO_ADDRESS = [
 @pytest.mark.parametrize("address", NO_ADDRESS)
 def test_what_is_no_address_is_one_clear_error(address: str) -> None:
     for end in (MailServer, MailClient):
-        with pytest.raises(ConfigError) as error:
+        with pytest.raises(ConfigError, match=r"hint: \S"):
             end(address)
-        assert error.value.hint
 
 
 @pytest.mark.parametrize("text", [None, "", "short", "missing/key"])
-def test_an_engine_posts_nothing_over_tcp_without_a_key(
-    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_posts_nothing_over_tcp_without_a_key(text, tmp_path, monkeypatch) -> None:
     monkeypatch.delenv("SPECROLLOUT_KEY", raising=False)
     (tmp_path / "key").write_text(text or "")
     file = "" if text is None else str(tmp_path / (text if text and "/" in text else "key"))
@@ -193,7 +186,8 @@ def test_nothing_else_is_removed_for_a_socket(tmp_path: Path) -> None:
     office = MailServer(f"ipc://{tmp_path}/socket")
     with pytest.raises(ConfigError, match="another process listens"):
         MailServer(f"ipc://{tmp_path}/socket")
-    office.close()
+    for _ in range(2):
+        office.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 
@@ -201,9 +195,8 @@ def test_a_socket_is_its_owners_alone_and_one_left_behind_is_taken_over(tmp_path
     left = socket.socket(socket.AF_UNIX)
     left.bind(str(tmp_path / "socket"))
     left.close()
-    office = MailServer(f"ipc://{tmp_path}/socket")
+    MailServer(f"ipc://{tmp_path}/socket")
     assert (tmp_path / "socket").stat().st_mode & 0o777 == 0o600
-    office.close()
 
 
 def test_whether_somebody_serves_is_known(address: str) -> None:

@@ -1,7 +1,5 @@
 """Plans by formula: who is ranked, against what, and what of it is the paper's."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -26,10 +24,10 @@ def by_mode(plans: tuple[Plan, ...]) -> dict[Mode, Plan]:
 
 
 def one_verifier(
-    draft: AffineTime, verify: AffineTime, match: float, *, batch: int = 1, max_window: int = 4
+    draft: AffineTime, verify: AffineTime, match: float, batch: int = 1, most: int = 4
 ) -> dict[Mode, Plan]:
     profile = known(match, draft=draft, verify={1: verify})
-    return by_mode(plan_devices(profile, 2, batch, one_host=True, max_window=max_window))
+    return by_mode(plan_devices(profile, 2, batch, one_host=True, max_window=most))
 
 
 def test_every_mode_and_group_is_ranked_once_and_the_fastest_first() -> None:
@@ -72,7 +70,7 @@ def test_the_largest_window_is_the_papers() -> None:
 @pytest.mark.parametrize(("p", "batch"), [(0.5, 1), (0.8, 4), (0.8, 64)])
 def test_what_a_plan_yields_is_its_formula(p: float, batch: int) -> None:
     draft, verify = AffineTime(0.0, 0.1), AffineTime(0.1, 20.0, 0.05)
-    found = one_verifier(draft, verify, p, batch=batch)
+    found = one_verifier(draft, verify, p, batch)
     plain = found[Mode.PLAIN]
     assert plain.tokens_per_s == pytest.approx(1e3 * plain_rate(verify, plain.batch))
     for mode, rate in ((Mode.COUPLED, coupled_rate), (Mode.DECOUPLED, decoupled_rate)):
@@ -100,7 +98,7 @@ def test_decoupling_pays_as_the_page_says(share: float, gains: tuple[float, ...]
     found = []
     for match_rate in (0.5, 0.8):
         draft, verify = AffineTime(0.0, 10.0 * share), AffineTime(0.0, 10.0, 0.03)
-        plans = one_verifier(draft, verify, match_rate, max_window=24)
+        plans = one_verifier(draft, verify, match_rate, most=24)
         speeds = {mode: plan.tokens_per_s for mode, plan in plans.items()}
         found.append(speeds[Mode.DECOUPLED] / max(speeds[Mode.COUPLED], speeds[Mode.PLAIN]))
     assert found == pytest.approx(gains, abs=0.01)
@@ -128,13 +126,9 @@ def test_a_model_is_measured_by_what_the_engine_has_and_plain_decoding_stays_a_c
     assert poor[0].mode is Mode.PLAIN
 
 
-def test_the_draft_ladder_has_what_gains_for_a_request_alone_the_best_first() -> None:
+def test_the_draft_ladder_has_what_gains_for_a_request_alone_over_the_engines_own_drafts_the_best_first() -> None:
     fast, fair = known(**ENGINE, drafter="fast"), known(0.6, **ENGINE, drafter="fair")
     slow = known(drafter="slow", draft=AffineTime(0.0, 40.0), verify=ENGINE["verify"])
     assert choose_ladder([slow, fair, fast]) == ("attach", ("fast", "fair"))
-    assert choose_ladder([slow]) == choose_ladder([]) == ("move", ())
-
-
-def test_a_drafter_is_not_lent_where_history_drafts_as_well_as_it_does() -> None:
-    assert choose_ladder([known(**ENGINE)]) == ("attach", ("small",))
-    assert choose_ladder([known(**ENGINE, own=OwnDrafts(4.0, 6.0))]) == ("move", ())
+    own = known(**ENGINE, own=OwnDrafts(4.0, 6.0))
+    assert choose_ladder([slow]) == choose_ladder([]) == choose_ladder([own]) == ("move", ())

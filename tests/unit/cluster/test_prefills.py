@@ -1,7 +1,5 @@
 """What prompts cost, from made steps: 12 ms, 0.2 ms for each row, and 0.1 ms for each row of a prompt."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,9 +46,7 @@ def test_steps_without_prompts_cost_prompts_nothing() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 5000), st.floats(0.0, 60.0)), min_size=1, max_size=100))
-def test_the_price_is_one_that_was_measured_and_half_of_the_tokens_cost_no_less(
-    seen: list[tuple[int, float]],
-) -> None:
+def test_the_price_is_one_that_was_measured_and_half_of_the_tokens_cost_no_less(seen) -> None:
     prices = GroupPrices()
     for tokens, seconds in seen:
         prices.filled(tokens, seconds)

@@ -1,7 +1,5 @@
 """Profiles of drafters: what an engine learns of one, what is kept of it, and what a file may say."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random
@@ -15,20 +13,10 @@ from tests.drafters import nothing_accepted
 from tests.reference.decoupled import VOCABULARY, Wire, sampling
 from vllm_specrollout.budgets.profile import ProfileKey
 from vllm_specrollout.budgets.step_cost import StepCost
+from vllm_specrollout.cluster import profiles
 from vllm_specrollout.cluster.link import Following, Link, LinkCounts, Score
 from vllm_specrollout.cluster.messages import Work
-from vllm_specrollout.cluster.profiles import (
-    DrafterProfile,
-    Learning,
-    OwnDrafts,
-    draft_line,
-    kept,
-    line_at,
-    of_engine,
-    of_model,
-    read,
-    save,
-)
+from vllm_specrollout.cluster.profiles import DrafterProfile, Learning, OwnDrafts, kept, of_engine, of_model, save
 from vllm_specrollout.cluster.rates import AffineTime
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.errors import ConfigError
@@ -58,11 +46,11 @@ class Engine:
 
     def __init__(self) -> None:
         self.wire = Wire(random.Random(1))
-        self.drafter = DecoupledDrafter(
-            sampling, 0, vocab_size=VOCABULARY, window=8, connect=lambda address: self.wire.box("one")
-        )
+        given = {"window": 8, "connect": lambda address: self.wire.box("one")}
+        self.drafter = DecoupledDrafter(sampling, 0, vocab_size=VOCABULARY, **given)
         self.drafter.attach("one", "one")
         self.link.model, self.link.device = "small", "cpu: a core"
+        self.link.beats.extend([BEAT] * 5)
         self.kept: list[DrafterProfile] = []
         self.learning = Learning(self.drafter.links, self.kept.append)
 
@@ -82,24 +70,19 @@ class Engine:
 
 def test_an_engine_keeps_what_it_learned_whenever_that_rests_on_twice_as_much() -> None:
     engine = Engine()
-    engine.link.beats.extend([BEAT] * 5)
     for count in (255, 1, 255, 1, 512):
         engine.ended(count, count // 2)
         engine.step()
         engine.step()
     assert [one.positions for one in engine.kept] == [256, 512, 1024]
     last = engine.kept[-1]
-    assert last.drafter == "small" and last.device == "cpu: a core"
-    assert last.draft.ms(16) == pytest.approx(9.0, rel=0.02) and last.verify[1].ms(16, 2.0) == pytest.approx(
-        21.6, rel=0.02
-    )
-    assert last.match == pytest.approx(0.5, abs=0.01)
+    assert (last.drafter, last.device) == ("small", "cpu: a core") and last.match == pytest.approx(0.5, abs=0.01)
+    assert [last.draft.ms(16), last.verify[1].ms(16, 2.0)] == pytest.approx([9.0, 21.6], rel=0.02)
 
 
 def test_a_drafter_that_is_lent_again_and_again_is_learned_over_all_its_links() -> None:
     engine = Engine()
     for number in range(3):
-        engine.link.beats.extend([BEAT] * 5)
         engine.step()
         # the request is over, what is known of it is there at last, and the drafter is taken back
         engine.ended(100, 30 * number)
@@ -113,7 +96,6 @@ def test_a_drafter_that_is_lent_again_and_again_is_learned_over_all_its_links() 
 
 def test_old_positions_count_less_as_weights_change() -> None:
     engine = Engine()
-    engine.link.beats.extend([BEAT] * 5)
     for matched in (0, 4000, 4000, 4000, 4000):
         engine.ended(4000, matched)
         engine.step()
@@ -137,6 +119,7 @@ def test_what_an_engine_has_by_itself_is_learned_while_nobody_elsewhere_drafts()
 
 def test_nothing_is_kept_of_a_drafter_that_did_not_say_what_it_is_or_has_not_drafted() -> None:
     engine = Engine()
+    engine.link.beats.clear()
     engine.ended(300, 200)
     engine.step()
     assert engine.kept == [] and engine.learning.profile(engine.link) is None, "no pass"
@@ -146,14 +129,9 @@ def test_nothing_is_kept_of_a_drafter_that_did_not_say_what_it_is_or_has_not_dra
 
 
 def test_what_is_kept_is_found_by_the_engine_that_is_alike_and_by_the_models_name() -> None:
-    two = other(tensor_parallel=2)
-    first, wider, foreign = (
-        profile(),
-        profile(key=two, verify={2: AffineTime(0.2, 9.0)}),
-        profile(key=other(model="n"), target="n"),
-    )
-    for one in (first, wider, foreign):
-        save(one)
+    save(profile())
+    save(profile(key=other(tensor_parallel=2), verify={2: AffineTime(0.2, 9.0)}))
+    save(profile(key=other(model="n"), target="n"))
     save(newer := profile(positions=500))
     assert of_engine(kept(), KEY) == [newer], "in the place of the older one"
     assert of_engine([newer, profile(device="cuda: a card", positions=400)], KEY) == [newer], "it is known best"
@@ -183,7 +161,7 @@ def test_a_disk_that_refuses_costs_nothing_but_the_profile(folder: Path, caplog:
 def test_a_file_that_somebody_wrote_is_a_profile(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(WRITTEN))
-    found = read(path, "--profile")
+    found = profiles.read(path, "--profile")
     assert found.draft == found.verify[1] == AffineTime(0.04, 13.0, 0.03)
     assert found.match == 0.6 and found.own is None
 
@@ -192,10 +170,7 @@ def test_a_file_that_somebody_wrote_is_a_profile(tmp_path: Path) -> None:
     ("changes", "cause"),
     [
         ("nonsense", "is no profile of a drafter"),
-        (
-            {"draft": {"fixed_ms": "1"}},
-            "is no profile of a drafter: Expected `float`, got `str` - at `..draft.fixed_ms`",
-        ),
+        ({"draft": {"fixed_ms": "1"}}, "Expected `float`, got `str` - at `..draft.fixed_ms`"),
         ({"draft": {**TIME, "fixed_ms": -1}}, "`fixed_ms` is -1.0, not a time"),
         ({"verify": {"x": TIME}}, "is no profile of a drafter"),
         ({"verify": {}}, "Expected `object` of length >= 1 - at `..verify`"),
@@ -209,19 +184,16 @@ def test_a_file_that_is_none_is_one_clear_error(tmp_path: Path, changes: Any, ca
     path = tmp_path / "mine.json"
     path.write_text(changes if isinstance(changes, str) else json.dumps({**WRITTEN, **changes}))
     with pytest.raises(ConfigError, match=cause):
-        read(path, "--profile")
+        profiles.read(path, "--profile")
 
 
 def test_a_file_that_is_not_there_is_one_clear_error() -> None:
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        read(Path("nowhere.json"), "--profile")
+        profiles.read(Path("nowhere.json"), "--profile")
 
 
 def test_a_drafters_line_is_what_its_passes_took() -> None:
-    beats: deque[Work] = deque()
-    for streams in (1, 2, 4, 8, 16, 8, 4, 2):
-        beats.append(Work(50 * (5.0 + 0.75 * streams), 50, 50 * streams))
-    line = draft_line(beats)
+    line = profiles.draft_line(deque(Work(50 * (5.0 + 0.75 * s), 50, 50 * s) for s in (1, 2, 4, 8, 16, 8, 4, 2)))
     assert line is not None
     for streams in (1, 5):
         assert line.ms(streams) == pytest.approx(5.0 + 0.75 * streams, rel=0.1)
@@ -231,6 +203,6 @@ def test_a_line_has_no_term_below_nothing() -> None:
     cost = StepCost()
     for batch, ms in ((1, 30.0), (8, 10.0), (8, 11.0)):
         cost.observe(StepTiming(batch, batch, 0, 0, batch, ms, True))
-    line = line_at(cost, 8, 3.0)
+    line = profiles.line_at(cost, 8, 3.0)
     assert min(line.fixed_ms, line.per_request_ms, line.per_row_ms) >= 0.0
-    assert line_at(cost, 0, 0.0).ms(1) > 0.0
+    assert profiles.line_at(cost, 0, 0.0).ms(1) > 0.0

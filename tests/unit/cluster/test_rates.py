@@ -1,7 +1,5 @@
 """Formulas against drafters and verifiers that act token by token (tests/reference/decoupled_rates.py)."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 import pytest
@@ -9,13 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.reference import decoupled_rates as naive
-from vllm_specrollout.cluster.rates import (
-    AffineTime,
-    coupled_rate,
-    decoupled_rate,
-    plain_rate,
-    timetable,
-)
+from vllm_specrollout.cluster.rates import AffineTime, coupled_rate, decoupled_rate, plain_rate, timetable
 from vllm_specrollout.errors import ConfigError
 
 DRAFTS = st.builds(AffineTime, st.floats(0.0, 0.05), st.floats(0.02, 4.0))
@@ -29,8 +21,7 @@ _ROUNDS = _STEPS = 40_000
 
 def test_a_row_of_a_draft_costs_beside_its_request() -> None:
     time = AffineTime(0.5, 10.0, 0.25)
-    assert time.ms(4) == 12.0
-    assert time.ms(4, 3) == 15.0
+    assert (time.ms(4), time.ms(4, 3)) == (12.0, 15.0)
 
 
 def test_workers_share_the_batch_but_not_the_fixed_part() -> None:
@@ -45,9 +36,7 @@ def test_a_line_has_finite_terms_of_zero_or_more(value: float) -> None:
 
 @settings(max_examples=8, derandomize=True)
 @given(draft=DRAFTS, verify=VERIFIERS, batch=BATCHES, window=WINDOWS, match_rate=RATES)
-def test_coupled_takes_as_long_as_event_by_event(
-    draft: AffineTime, verify: AffineTime, batch: int, window: int, match_rate: float
-) -> None:
+def test_coupled_takes_as_long_as_event_by_event(draft, verify, batch, window, match_rate) -> None:
     found = naive.coupled(draft, verify, batch, window, match_rate, rounds=_ROUNDS, seed=1)
     assert coupled_rate(draft, verify, batch, window, match_rate) == pytest.approx(found, rel=_NEAR)
 
@@ -64,9 +53,7 @@ def measured(draft: AffineTime, verify: AffineTime, batch: int, window: int, p: 
 
 @settings(max_examples=8, derandomize=True)
 @given(draft=DRAFTS, verify=VERIFIERS, window=WINDOWS, match_rate=RATES)
-def test_one_request_is_as_fast_as_event_by_event(
-    draft: AffineTime, verify: AffineTime, window: int, match_rate: float
-) -> None:
+def test_one_request_is_as_fast_as_event_by_event(draft, verify, window, match_rate) -> None:
     """Also where a window takes several steps, so that its first tokens are decoded before it arrives."""
     found = measured(draft, verify, 1, window, match_rate)
     assert decoupled_rate(draft, verify, 1, window, match_rate) == pytest.approx(found, rel=_NEAR)
@@ -74,9 +61,7 @@ def test_one_request_is_as_fast_as_event_by_event(
 
 @settings(max_examples=8, derandomize=True)
 @given(verify=VERIFIERS, batch=BATCHES, window=WINDOWS, match_rate=RATES, share=st.floats(0.01, 0.99))
-def test_a_batch_is_as_fast_as_event_by_event(
-    verify: AffineTime, batch: int, window: int, match_rate: float, share: float
-) -> None:
+def test_a_batch_is_as_fast_as_event_by_event(verify, batch, window, match_rate, share) -> None:
     """Where a window is drafted within a plain step; see docs/concepts/decoupled.md for slower drafters."""
     draft = AffineTime(0.0, share * verify.ms(batch) / max(window, 2))
     found = measured(draft, verify, batch, window, match_rate)
@@ -84,9 +69,7 @@ def test_a_batch_is_as_fast_as_event_by_event(
 
 
 @given(draft=DRAFTS, verify=VERIFIERS, window=WINDOWS, match_rate=st.floats(0.0, 1.0))
-def test_rows_without_cost_never_make_it_slower_than_plain(
-    draft: AffineTime, verify: AffineTime, window: int, match_rate: float
-) -> None:
+def test_rows_without_cost_never_make_it_slower_than_plain(draft, verify, window, match_rate) -> None:
     free = AffineTime(verify.per_request_ms, verify.fixed_ms)
     assert decoupled_rate(draft, free, 1, window, match_rate) >= plain_rate(free, 1) * (1.0 - 1e-6)
 

@@ -1,7 +1,5 @@
 """Ray places engines on accelerators that it counts, and drafters beside them; none has to be there."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,6 +69,7 @@ def test_a_freed_engines_drafter_wakes_on_its_own_gpu_and_sleeps_before_the_next
     [
         ({"engine": {"tensor_parallel_size": 8}}, "an engine has 8 GPUs, and no host of Ray's has more than 4"),
         ({"engine": {"tensor_parallel_size": 4}}, "needs 0.5 CPU and 8 GPU of Ray, which has 2 CPU and 4 GPU in all"),
+        ({"gpus": 2.5}, "needs 0.5 CPU and 5 GPU of Ray, which has 2 CPU and 4 GPU in all"),
         ({"devices": ["cuda:0", "cuda:1"]}, "names cuda:0, and this host has no GPUs"),
     ],
 )

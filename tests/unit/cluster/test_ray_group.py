@@ -1,7 +1,5 @@
 """A group on Ray, with engines that need no model: what a trainer calls, and what happens to processes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -9,6 +7,7 @@ import random
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -17,7 +16,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from tests.unit.cluster.standin import answer, token
+from tests.unit.cluster.standin import answer, generated, token
 from tests.waiting import until
 from vllm_specrollout.cluster import GroupError, SpecGroup
 from vllm_specrollout.cluster.profiles import DrafterProfile
@@ -36,18 +35,21 @@ def _standin() -> Iterator[None]:
         yield
 
 
+TWO: dict[str, Any] = {"engines": 2, "ladder": "move", "max_restarts": -1, "cpus": 0.4, "devices": ["cpu:0", "cpu:1"]}
+
+
 @pytest.fixture(scope="module")
 def group(_standin: None) -> Iterator[SpecGroup]:
-    with SpecGroup("model", engines=2, ladder="move", max_restarts=-1, cpus=0.4, devices=["cpu:0", "cpu:1"]) as made:
+    with SpecGroup("model", **TWO) as made:
         yield made
-
-
-def params(count: int, longest: int = 60) -> list[dict[str, Any]]:
-    return [{"seed": i, "max_tokens": longest if i == 0 else 5 + i, "logprobs": 0} for i in range(count)]
 
 
 def are_up(group: SpecGroup) -> bool:
     return all(one["is_up"] for one in group.status()["engines"].values())
+
+
+def is_whole_again(group: SpecGroup) -> None:
+    until(lambda: group.generate([[1]], {"max_tokens": 20}) and are_up(group), 120.0)
 
 
 def pids(group: SpecGroup) -> list[int]:
@@ -55,9 +57,7 @@ def pids(group: SpecGroup) -> list[int]:
 
 
 def test_answers_come_in_the_prompts_order_with_log_probabilities(group: SpecGroup) -> None:
-    asked = params(9)
-    found = group.generate([[1, 2, i // 4] for i in range(9)], asked)
-    assert [list(one.token_ids) for one in found] == [answer(one) for one in asked]
+    found = generated(group, [{"seed": i, "max_tokens": 5 + i if i else 60, "logprobs": 0} for i in range(9)])
     assert all(one.logprobs == tuple(-float(t) for t in one.token_ids) and not one.choices for one in found)
     assert {one.finish_reason for one in found} == {"length"}
     assert group.report_rewards({one.request: 1.0 for one in found}) == 18, "each engine is told, and knows all"
@@ -69,13 +69,10 @@ def test_texts_are_prompts_as_well_and_a_seed_is_given_where_there_is_none(group
     assert first.token_ids != second.token_ids, "seeds differ"
 
 
-def test_several_answers_to_a_prompt_have_seeds_in_a_row_and_adapters_and_chances_pass_through(
-    group: SpecGroup,
-) -> None:
+def test_several_answers_to_a_prompt_have_seeds_in_a_row_and_adapters_and_chances_pass_through(group) -> None:
     lora = {"lora_name": "a", "lora_int_id": 1, "lora_path": "there"}
-    found = group.generate(
-        [[1], [2]], [{"seed": 7, "n": 3, "max_tokens": 4, "logprobs": 2}, {"max_tokens": 2}], lora=lora
-    )
+    asked = [{"seed": 7, "n": 3, "max_tokens": 4, "logprobs": 2}, {"max_tokens": 2}]
+    found = group.generate([[1], [2]], asked, lora=lora)
     assert [list(one.token_ids) for one in found[:3]] == [answer({"seed": 7 + i, "max_tokens": 4}) for i in range(3)]
     assert len(found) == 4 and found[0].text == str(lora)
     assert found[0].choices == tuple({one: (-float(one), 1)} for one in found[0].token_ids)
@@ -139,12 +136,10 @@ def test_a_group_that_sleeps_answers_nothing_and_epochs_count_on(group: SpecGrou
 def test_an_engine_killed_amid_a_batch_costs_no_token_and_comes_back_with_the_groups_weights(group: SpecGroup) -> None:
     version = group.update_weights("load", number=3)
     lost = group.status()["lost"]
-    asked = [{"seed": i, "max_tokens": 150} for i in range(6)]
     victim = pids(group)[0]
     threading.Timer(0.2, os.kill, (victim, signal.SIGKILL)).start()
-    found = group.generate([[i // 2] for i in range(6)], asked)
-    assert [list(one.token_ids) for one in found] == [answer(one, weights=3) for one in asked]
-    until(lambda: group.generate([[1]], {"max_tokens": 20}) and are_up(group), 120.0)
+    generated(group, [{"seed": i, "max_tokens": 150} for i in range(6)], weights=3)
+    is_whole_again(group)
     assert group.status()["lost"] == lost + 1 and victim not in pids(group)
     assert {own[0].version for own in group.collective_rpc("at")} == {version}
     group.update_weights("load", number=0)
@@ -154,7 +149,7 @@ def test_an_engine_that_has_just_died_is_left_out_of_what_all_are_asked(group: S
     first, second = pids(group)
     os.kill(first, signal.SIGKILL)
     assert pids(group) == [second]
-    until(lambda: group.generate([[1]], {"max_tokens": 20}) and are_up(group), 120.0)
+    is_whole_again(group)
 
 
 @pytest.mark.nightly
@@ -162,7 +157,7 @@ def test_fifty_random_kills_cost_no_token_and_leave_no_process() -> None:
     """Of engines and of what stands below them, at any moment of a batch."""
     rng, seen = random.Random(5), dict[int, psutil.Process]()
     others = set(_actors())  # of the group that the other tests share, which lives on
-    with SpecGroup("model", engines=2, ladder="move", max_restarts=-1, cpus=0.4, devices=["cpu:0", "cpu:1"]) as group:
+    with SpecGroup("model", **TWO) as group:
         kills = 0
         while kills < 50:
             own = [one for one in _actors() if one not in others]
@@ -171,22 +166,18 @@ def test_fifty_random_kills_cost_no_token_and_leave_no_process() -> None:
                 victim = rng.choice(own)
                 threading.Timer(rng.uniform(0.0, 0.4), _kill, (victim,)).start()
                 kills += 1
-            asked = [{"seed": i, "max_tokens": rng.randrange(1, 120)} for i in range(6)]
-            found = group.generate([[i // 2] for i in range(6)], asked)
-            assert [list(one.token_ids) for one in found] == [answer(one) for one in asked]
+            generated(group, [{"seed": i, "max_tokens": rng.randrange(1, 120)} for i in range(6)])
         assert group.status()["lost"] > 10
     _, alive = psutil.wait_procs(seen.values(), timeout=60)
     assert not alive
 
 
 def _actors() -> list[psutil.Process]:
-    return [one for one in psutil.Process().children(recursive=True) if _is_actor(one)]
-
-
-def _is_actor(one: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):  # one that was just killed
-        return "Actor" in " ".join(one.cmdline())
-    return False
+    found = []
+    for one in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # one that was just killed
+            found += [one] if "Actor" in " ".join(one.cmdline()) else []
+    return found
 
 
 def _kill(victim: psutil.Process) -> None:
@@ -197,10 +188,8 @@ def _kill(victim: psutil.Process) -> None:
 def test_an_engine_that_hangs_is_begun_anew_and_its_requests_go_on_elsewhere(group: SpecGroup) -> None:
     group._driver.patience_s, stuck = 1.0, group._driver.engines["engine-0"]
     group._placement.send("engine-0", "rpc", "hang", [], {})
-    asked = [{"seed": i, "max_tokens": 30} for i in range(8)]
-    found = group.generate([[i] for i in range(8)], asked)
+    generated(group, [{"seed": i, "max_tokens": 30} for i in range(8)])
     group._driver.patience_s = 120.0
-    assert [list(one.token_ids) for one in found] == [answer(one) for one in asked]
     assert group._driver.engines["engine-0"] is not stuck
 
 
@@ -229,10 +218,11 @@ def test_engines_without_devices_share_the_cores_of_their_host(group: SpecGroup)
         ({"devices": ["cpu:0"]}, "names 1 places for 2 engines"),
         ({"devices": ["cuda:0", "cuda:0"]}, "gives cuda:0 to two engines"),
         ({"spec_rollout": False}, "`spec_rollout` is off"),
+        ({"gpus": 0.5}, "`gpus` is 0.5, and Ray counts no GPU"),
         ({"patience_s": 0.1}, "`patience_s` is 0.1"),
     ],
 )
-def test_what_cannot_be_used_is_an_error_before_anything_is_begun(given: dict[str, Any], what: str) -> None:
+def test_what_cannot_be_used_is_an_error_before_anything_is_begun(group: SpecGroup, given: Any, what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         SpecGroup("model", **given)
 
@@ -274,19 +264,14 @@ def known(drafter: str, fixed_ms: float) -> Any:
 
 
 def test_an_idle_engines_drafter_is_lent_within_a_group_and_calls_that_wait_end_with_it() -> None:
-    with SpecGroup("model", ladder="attach", drafters=["small"], cpus=0.2, devices=["cpu:0", "cpu:1"]) as group:
-        task = threading.Thread(target=_waits, args=(group, errors := []))
-        task.start()
+    with (
+        ThreadPoolExecutor(1) as pool,
+        SpecGroup("model", ladder="attach", drafters=["small"], cpus=0.2, devices=["cpu:0", "cpu:1"]) as group,
+    ):
+        waiting = pool.submit(group.generate, [[1]], {"max_tokens": 1 << 20})
         until(lambda: group.status()["lent"])
-    task.join(60.0)
-    assert not task.is_alive() and errors == ["the group is closed"]
-
-
-def _waits(group: SpecGroup, errors: list[str]) -> None:
-    try:
-        group.generate([[1]], {"max_tokens": 1 << 20})
-    except GroupError as error:
-        errors.append(error.cause)
+    with pytest.raises(GroupError, match="the group is closed"):
+        waiting.result()
 
 
 def test_a_group_whose_engine_refuses_its_model_says_why(group: SpecGroup) -> None:

@@ -1,9 +1,6 @@
 """A group on two nodes of Ray: one dies amid a batch, and another takes its place."""
 
-from __future__ import annotations
-
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -13,7 +10,8 @@ pytest.importorskip("ray")
 import ray
 from ray.cluster_utils import Cluster
 
-from tests.unit.cluster.standin import answer
+from tests.unit.cluster.standin import generated
+from tests.waiting import until
 from vllm_specrollout.cluster import SpecGroup
 from vllm_specrollout.cluster.ray import group as module
 
@@ -34,17 +32,11 @@ def test_a_node_that_dies_costs_no_token_and_one_that_comes_is_used(monkeypatch:
             assert len({one["host"] for one in group.status()["engines"].values()}) == 2
             death = threading.Timer(1.0, cluster.remove_node, (second,), {"allow_graceful": False})
             death.start()
-            found = group.generate([[i] for i in range(8)], asked)
-            assert [list(one.token_ids) for one in found] == [answer(one) for one in asked]
+            generated(group, asked)
             death.join()
             cluster.add_node(**NODE)
-            end = time.monotonic() + 120
-            while not all(one["is_up"] for one in group.status()["engines"].values()):
-                assert time.monotonic() < end
-                time.sleep(0.1)
-            found = group.generate([[i] for i in range(8)], asked)
-            assert [list(one.token_ids) for one in found] == [answer(one) for one in asked]
-            assert len({one.engine for one in found}) == 2 and group.status()["lost"] >= 1
+            until(lambda: all(one["is_up"] for one in group.status()["engines"].values()), 120.0)
+            assert len({one.engine for one in generated(group, asked)}) == 2 and group.status()["lost"] >= 1
     finally:
         ray.shutdown()
         cluster.shutdown()

@@ -1,7 +1,5 @@
 """Engines inside a trainer's actors are asked through Ray, in the loop that has them, and nobody waits for them."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Expected lengths: from the problem's past, else everybody's, revised as an answer outgrows them."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,9 +44,7 @@ def test_beyond_all_experience_an_answer_is_expected_to_go_on_in_proportion() ->
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=200), st.integers(0, 600), st.integers(0, 100))
-def test_nothing_is_expected_to_end_before_it_got_here_or_beyond_its_limit(
-    seen: list[int], generated: int, room: int
-) -> None:
+def test_nothing_is_expected_to_end_before_it_got_here_or_beyond_its_limit(seen, generated, room) -> None:
     expected = _known(a=seen).expected_total("a", generated, generated + room)
     assert min(generated, generated + room) <= expected <= generated + room
 

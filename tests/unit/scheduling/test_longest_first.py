@@ -1,7 +1,5 @@
 """Which waiting request gets the next place: the one expected to be longest."""
 
-from __future__ import annotations
-
 import random
 
 from hypothesis import given
@@ -38,12 +36,6 @@ def test_a_limit_on_tokens_is_an_answers_longest_length() -> None:
     queue = _knowing(long=[900], middle=[100])
     cut = Waiting("long", 50, 0)
     assert queue.order([cut, Waiting("middle", _FAR, 1)]) == [1, 0]
-
-
-def test_a_preempted_request_goes_first() -> None:
-    queue = _knowing(long=[900], short=[10])
-    waiting = [Waiting("long", _FAR, 0), Waiting("", _FAR, 0, is_preempted=True), Waiting("short", _FAR, 1)]
-    assert queue.order(waiting) == [1, 0, 2]
 
 
 @given(st.lists(st.sampled_from(["a", "b", "c", "new"]), max_size=40))
@@ -103,10 +95,7 @@ def _makespan(lengths: list[int], places: int) -> int:
 
 
 def test_the_longest_go_first_only_if_they_fit_into_the_kv_cache_side_by_side() -> None:
-    queue = Queue()
-    for _ in range(20):
-        queue.observe("long", 300)
-        queue.observe("short", 20)
+    queue = _knowing(long=[300] * 20, short=[20] * 20)
     waiting = [Waiting("short", 400, 0, num_prompt=10), Waiting("long", 400, 1, num_prompt=10)]
     running = [Waiting("long", 400, 2, True, num_prompt=10, generated=50)]
     # two places: the two long ones are to have 2 x (10 + 300 + 16) tokens
@@ -116,7 +105,6 @@ def test_the_longest_go_first_only_if_they_fit_into_the_kv_cache_side_by_side() 
 
 
 def test_who_was_preempted_goes_first_in_either_order() -> None:
-    queue = Queue()
-    queue.observe("long", 300)
-    waiting = [Waiting("long", 400, 3), Waiting("long", 400, 9, True), Waiting("long", 400, 1)]
+    queue = _knowing(long=[300], short=[20])
+    waiting = [Waiting("long", 400, 3), Waiting("short", 400, 9, True), Waiting("long", 400, 1)]
     assert queue.order(waiting, is_longest_first=False) == [1, 2, 0] and queue.order(waiting)[0] == 1

@@ -10,15 +10,9 @@ def room(most=32, *, running=1, waiting=False, tokens=8192):
     return room_per_request(most, num_running=running, has_waiting=waiting, max_tokens_per_step=tokens)
 
 
-def test_a_small_batch_gets_all_that_is_configured():
+def test_a_large_batch_shares_the_steps_tokens_of_which_waiting_prompts_keep_half():
     assert room(running=4) == 32
-
-
-def test_a_large_batch_shares_the_steps_tokens():
     assert room(running=256) == 8192 // 256 - 1
-
-
-def test_waiting_prompts_keep_half_of_the_steps_tokens():
     assert room(running=256, waiting=True) == 4096 // 256 - 1
 
 

@@ -1,7 +1,5 @@
 """How an answer that ends at a stop string is told from a request that its client takes back."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,9 +9,7 @@ names = st.one_of(st.text(), st.builds(mark, st.text(), st.integers(0, 1 << 40))
 
 
 @given(st.dictionaries(names, st.integers(0, 1 << 40), max_size=5), st.lists(st.text(), max_size=3))
-def test_each_request_with_a_mark_is_an_answer_of_that_length_and_no_other_is(
-    lengths: dict[str, int], aborted: list[str]
-) -> None:
+def test_each_request_with_a_mark_is_an_answer_of_that_length_and_no_other_is(lengths, aborted) -> None:
     requests = {*lengths, *aborted}
     marks = [mark(name, length) for name, length in lengths.items()]
     if not requests & set(marks):

@@ -1,7 +1,5 @@
 """What may be drafted, and the reason where it is less than trees."""
 
-from __future__ import annotations
-
 import pytest
 
 from vllm_specrollout.scheduling.support import TABLE, RequestTraits, model_shape, request_shape

@@ -1,7 +1,5 @@
 """A small target that counts, and its answers' rows: what a head can learn in seconds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The ring of answers: what is kept, and what is handed out, how often."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The learner: what a head learns, how it is judged, and that it goes on as if it had never stopped."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +33,8 @@ def answers(target: Path) -> list[Rows]:
 def learner_of(target: Path, method: str = "eagle3", seed: int = 0, vocab: list[int] | None = None, **given: Any):
     torch.manual_seed(seed)
     head = new_eagle(target, SOURCE) if method == "eagle" else new_head(target, SOURCE, 3, vocab)
-    config = LearnerConfig(
-        **{"rate": 5e-3, "num_levels": 3, "batch_rows": 128, "dtype": "float32", "seed": seed, **given}
-    )
-    return Learner(head, target_ends(target)[1], config)
+    usual = {"rate": 5e-3, "num_levels": 3, "batch_rows": 128, "dtype": "float32", "seed": seed}
+    return Learner(head, target_ends(target)[1], LearnerConfig(**{**usual, **given}))
 
 
 def fed(learner: Learner, answers: list[Rows]) -> Learner:
@@ -48,10 +44,7 @@ def fed(learner: Learner, answers: list[Rows]) -> Learner:
 
 
 def run(learner: Learner) -> list[float]:
-    losses = []
-    while (loss := learner.step()) is not None:
-        losses.append(loss)
-    return losses
+    return list(iter(learner.step, None))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -126,7 +119,7 @@ def test_the_judgement_is_how_many_drafts_drawn_noise_would_have_accepted(target
 
     model, generator = LlamaForCausalLM.from_pretrained(target).eval(), torch.Generator().manual_seed(0)
     learner = learner_of(target, num_levels=2)
-    accepted, drawn, length = 0, [], 60
+    accepted, length = 0, 60
     tokens = torch.randint(VOCAB, (200, 3), generator=generator)
     noise = -torch.log(-torch.log(torch.rand(200, length, VOCAB, generator=generator).clamp(1e-9, 1 - 1e-7)))
     with torch.no_grad():
@@ -143,11 +136,7 @@ def test_the_judgement_is_how_many_drafts_drawn_noise_would_have_accepted(target
             log_q = (judged.sharpness * logits_of(learner.head, one)).log_softmax(dim=-1)
             for place in range(batch.positions.shape[1]):
                 at = place + 2 + level  # of the token that is drafted; the first row is of the second token
-                if at < length:
-                    draft = (log_q[:, place] + noise[:, at]).argmax(dim=-1)
-                    alive[:, place] &= draft == tokens[:, at]
-                else:
-                    alive[:, place] = False
+                alive[:, place] &= at < length and (log_q[:, place] + noise[:, at]).argmax(dim=-1) == tokens[:, at]
             accepted += int(alive.sum())
     rows = int(batch.counts.sum())
     assert judged.rows == rows and judged.accepted == pytest.approx(accepted / rows, abs=0.03)
@@ -168,11 +157,10 @@ def test_a_head_that_says_what_the_target_says_is_met_always(target, answers):
 
 
 def test_tokens_that_a_head_cannot_draft_are_never_met(target, answers):
-    learner = fed(learner_of(target, vocab=list(range(12))), answers)
-    run(learner)
+    learner, whole_vocabulary = (fed(learner_of(target, vocab=own), answers) for own in (list(range(12)), None))
+    for one in (learner, whole_vocabulary):
+        run(one)
     judged = learner.judge()
-    whole_vocabulary = fed(learner_of(target), answers)
-    run(whole_vocabulary)
     assert learner.head.lm_head.weight.shape == (12, HIDDEN)
     assert 0.0 < judged.met[0] < 0.75 and judged.accepted < whole_vocabulary.judge().accepted
 

@@ -35,9 +35,8 @@ def test_the_rate_is_how_often_drawn_noise_has_both_choose_the_same_token(seed, 
     assert float(match_rate(p, q)) == pytest.approx(float(is_met.mean()), abs=5 * 0.5 / DRAWS**0.5)
     token = int(theirs.mode().values)
     chosen = is_met[theirs == token]
-    assert float(match_rate_of(p, q, torch.tensor(token))) == pytest.approx(
-        float(chosen.mean()), abs=5 * 0.5 / len(chosen) ** 0.5
-    )
+    found, share = float(match_rate_of(p, q, torch.tensor(token))), float(chosen.mean())
+    assert found == pytest.approx(share, abs=5 * 0.5 / len(chosen) ** 0.5)
 
 
 @given(*some)
@@ -54,8 +53,3 @@ def test_equal_distributions_always_match_and_disjoint_ones_never_do():
     assert float(match_rate(p, p)) == pytest.approx(1.0) and float(match_rate(p, q)) == pytest.approx(0.0, abs=1e-6)
     likeliest = torch.tensor([0.0, 1.0, 0.0])
     assert float(match_rate(torch.tensor([0.2, 0.7, 0.1]), likeliest)) == pytest.approx(0.7)
-
-
-def test_the_worked_example_of_the_page_on_models_lies_between_both_bounds():
-    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.4, 0.4, 0.2])
-    assert (1 - 0.1) / (1 + 0.1) <= float(match_rate(p, q)) <= 0.9

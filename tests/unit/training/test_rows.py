@@ -1,9 +1,6 @@
 """Rows on their way from an engine to a trainer: parts joined by position, or given up."""
 
-from __future__ import annotations
-
 import itertools
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,11 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.waiting import until
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.training import rows
 from vllm_specrollout.training.rows import Rows, RowSink, RowSource, RowsPart
 
 Ends = tuple[RowSink, RowSource]
+Sent = tuple[RowsPart, np.ndarray, torch.Tensor]
+names = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -30,19 +30,13 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ends]:
     source.close()
 
 
-names = itertools.count()
-
-
-Sent = tuple[RowsPart, np.ndarray, torch.Tensor]
-
-
-def parts_of(length: int, cuts: list[int], dtype: torch.dtype = torch.float32, version: int = 3) -> list[Sent]:
+def parts_of(length: int, cuts: list[int], dtype: torch.dtype = torch.float32) -> list[Sent]:
     name = f"rows-{next(names)}"
     tokens = np.arange(100, 100 + length, dtype=np.int32)
     hidden = torch.randn(length, 4, 8).to(dtype)
     bounds = sorted({0, length, *(cut for cut in cuts if cut < length)})
     return [
-        (RowsPart(name, b, e - b, length, min(2, length), version), tokens[b:e], hidden[b:e])
+        (RowsPart(name, b, e - b, length, min(2, length), 3), tokens[b:e], hidden[b:e])
         for b, e in itertools.pairwise(bounds)
     ]
 
@@ -61,22 +55,15 @@ def passed(ends: Ends, steps: list[list[Sent]]) -> list[Rows]:
     sink, source = ends
     found: list[Rows] = []
     for parts in steps:
-        end = time.monotonic() + 10
-        while not send(sink, parts) and time.monotonic() < end:  # the other end is not there yet
-            time.sleep(0.01)
+        until(lambda parts=parts: send(sink, parts))  # the other end may not be there yet
         found += source.arrived(1.0)
     return found
-
-
-def each(parts: list[Sent]) -> list[list[Sent]]:
-    """A step for each."""
-    return [[part] for part in parts]
 
 
 @given(st.integers(1, 40), st.lists(st.integers(1, 39), max_size=5), st.sampled_from(list(rows._DTYPES.values())))
 def test_an_answer_in_parts_arrives_as_it_was(ends: Ends, length: int, cuts: list[int], dtype: torch.dtype) -> None:
     parts = parts_of(length, cuts, dtype)
-    (found,) = passed(ends, each(parts))
+    (found,) = passed(ends, [[one] for one in parts])
     assert len(found) == length and found.prompt_tokens == min(2, length) and found.version == 3
     assert found.token_ids.dtype is torch.int32 and found.token_ids.tolist() == list(range(100, 100 + length))
     assert found.hidden.dtype is dtype and torch.equal(found.hidden, hidden_of(parts))
@@ -99,14 +86,14 @@ def test_an_answer_that_misses_a_part_is_given_up(ends: Ends, wrong: str) -> Non
         parts[1] = (msgspec.structs.replace(part, version=4), tokens, hidden)
     else:
         del parts[0]
-    assert passed(ends, each(parts)) == []
+    assert passed(ends, [[one] for one in parts]) == []
     whole = parts_of(12, [4, 8])
-    assert [len(rows) for rows in passed(ends, each(whole))] == [12]
+    assert [len(rows) for rows in passed(ends, [[one] for one in whole])] == [12]
 
 
 def test_one_that_begins_anew_is_taken_from_there(ends: Ends) -> None:
     parts = parts_of(12, [4, 8])
-    (found,) = passed(ends, each([parts[0], parts[1], *parts]))
+    (found,) = passed(ends, [[one] for one in (parts[0], parts[1], *parts)])
     assert torch.equal(found.hidden, hidden_of(parts))
 
 
@@ -116,20 +103,15 @@ def test_an_engine_never_waits_and_says_what_it_dropped(tmp_path: Path) -> None:
     try:
         assert not send(sink, parts_of(4, []))
         source = RowSource(address)
-        end = time.monotonic() + 10
-        while not send(sink, parts_of(4, [])) and time.monotonic() < end:
-            time.sleep(0.01)
+        until(lambda: send(sink, parts_of(4, [])))
         large = parts_of(1 << 16, [])
         sent = sum(send(sink, large) for _ in range(64))
-        assert 0 < sent < 64
-        before = sink.dropped
-        assert before >= 64 - sent
+        assert 0 < sent < 64 and sink.dropped >= 64 - sent
         found = list(source.arrived(1.0))
         assert len(found) <= sink.sent
-        while not send(sink, parts_of(4, [])) and time.monotonic() < end:
-            found += source.arrived(0.1)
-        while max(source._next.values(), default=0) < sink.sent + sink.dropped and time.monotonic() < end:
-            found += source.arrived(0.1)
+        until(lambda: send(sink, parts_of(4, [])) or found.extend(source.arrived(0.1)))
+        told = sink.sent + sink.dropped
+        until(lambda: found.extend(source.arrived(0.1)) or max(source._next.values(), default=0) >= told)
         assert source.lost == sink.dropped and len(found) == sink.sent
         source.close()
     finally:

@@ -8,22 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_specrollout.training.spot import (
-    ENOUGH,
-    WORTH,
-    Back,
-    Doing,
-    Halt,
-    Heard,
-    HeardEngine,
-    HeardTrainer,
-    MatchRate,
-    MatchRates,
-    Prefill,
-    Publish,
-    Train,
-    decide,
-)
+from vllm_specrollout.training import spot
+from vllm_specrollout.training.spot import Doing, Halt, HeardEngine, HeardTrainer, MatchRate, Prefill, Publish, Train
 
 GOOD, FALLEN = MatchRate(10_000, 8_000), MatchRate(10_000, 7_400)
 STILL = HeardEngine(Doing.IDLE, 0.0, rate_then=GOOD, rate_now=GOOD)
@@ -34,24 +20,21 @@ LEARNS = HeardTrainer(is_learning=True, is_halted=False, wants_rows=True, step_s
 def said(
     engine: HeardEngine = STILL, trainer: HeardTrainer | None = None, now: float = 100.0, **given: Any
 ) -> list[Any]:
-    return decide(Heard(now, (engine,), trainer or HeardTrainer(), **given))
-
-
-def test_while_the_head_is_met_as_often_as_it_was_nothing_is_done() -> None:
-    assert said() == []
-    assert said(replace(STILL, has_answers=True)) == []
+    return spot.decide(spot.Heard(now, (engine,), trainer or HeardTrainer(), **given))
 
 
 @pytest.mark.parametrize(
     ("now", "learns"),
     [
+        pytest.param(GOOD, False, id="by nothing"),
         pytest.param(MatchRate(10_000, 7_700), True, id="by four percent"),
         pytest.param(MatchRate(10_000, 7_800), False, id="by two and a half"),
-        pytest.param(MatchRate(ENOUGH - 1, 2_000), False, id="by few positions"),
+        pytest.param(MatchRate(spot.ENOUGH - 1, 2_000), False, id="by few positions"),
     ],
 )
 def test_learning_begins_when_the_match_rate_has_fallen(now: MatchRate, learns: bool) -> None:
     assert said(replace(STILL, rate_now=now)) == ([Train()] if learns else [])
+    assert learns or said(replace(STILL, rate_now=now, has_answers=True)) == []
 
 
 def test_what_chance_does_begins_no_learning() -> None:
@@ -106,32 +89,32 @@ def test_what_judges_one_percent_better_is_published_once_probation_is_over() ->
     assert said(replace(DRIFTED, doing=Doing.TRAINING), better) == [Publish()]
     assert said(replace(DRIFTED, doing=Doing.TRAINING), replace(better, own=3.02)) == []
     assert said(replace(DRIFTED, doing=Doing.TRAINING), replace(better, is_publishing=True)) == []
-    young = replace(DRIFTED, doing=Doing.TRAINING, rate_then=MatchRate(ENOUGH - 1, 2_000))
+    young = replace(DRIFTED, doing=Doing.TRAINING, rate_then=MatchRate(spot.ENOUGH - 1, 2_000))
     assert said(young, better) == []
 
 
 def test_a_first_head_is_published_when_it_is_worth_its_passes() -> None:
     engine = HeardEngine(Doing.TRAINING, 0.0, has_head=False)
-    assert said(engine, replace(LEARNS, own=6 * WORTH - 0.01, serving=0.01)) == []
-    assert said(engine, replace(LEARNS, own=6 * WORTH, serving=0.01)) == [Publish()]
+    assert said(engine, replace(LEARNS, own=6 * spot.WORTH - 0.01, serving=0.01)) == []
+    assert said(engine, replace(LEARNS, own=6 * spot.WORTH, serving=0.01)) == [Publish()]
 
 
 def test_an_engine_that_went_back_is_told_to_the_trainer_once_and_before_anything_is_published() -> None:
     engine = replace(DRIFTED, doing=Doing.TRAINING, went_back=1)
-    assert said(engine, replace(LEARNS, own=9.0, serving=3.0)) == [Back()]
+    assert said(engine, replace(LEARNS, own=9.0, serving=3.0)) == [spot.Back()]
     assert said(engine, replace(LEARNS, backs=1)) == []
 
 
 def test_rates_are_of_the_first_and_of_the_last_positions_and_begin_anew() -> None:
-    rates = MatchRates()
+    rates = spot.MatchRates()
     for step in range(1, 101):
         rates.hear(step * 200, 160 * min(step, 50) + 100 * max(step - 50, 0))
-    assert rates.then.share == pytest.approx(0.8) and ENOUGH <= rates.then.positions < ENOUGH + 200
-    assert rates.now.share == pytest.approx(0.5) and ENOUGH <= rates.now.positions < ENOUGH + 200
+    assert rates.then.share == pytest.approx(0.8) and spot.ENOUGH <= rates.then.positions < spot.ENOUGH + 200
+    assert rates.now.share == pytest.approx(0.5) and spot.ENOUGH <= rates.now.positions < spot.ENOUGH + 200
     assert rates.now.has_fallen(rates.then)
     rates.begin_anew()
     assert rates.then == rates.now == MatchRate() and not rates.now.has_fallen(rates.then)
-    rates.hear(20_000 + ENOUGH, 13_000 + ENOUGH)
+    rates.hear(20_000 + spot.ENOUGH, 13_000 + spot.ENOUGH)
     assert rates.then.share == rates.now.share == 1.0
 
 
@@ -155,33 +138,31 @@ class Group:
     rows: int = 0
     prefills: list[int] = field(default_factory=lambda: [0] * 4)
     turn_ends: list[float] = field(default_factory=lambda: [0.0] * 4)
-    delays: list[float] = field(default_factory=list)
-    engines: list[HeardEngine] = field(default_factory=list)
+    # (engine, begin) of a request -> how long it waited
+    delays: dict[tuple[int, float], float] = field(default_factory=dict)
+    # the match rate has fallen, so there is something to learn all along
+    engines: list[HeardEngine] = field(default_factory=lambda: [DRIFTED] * 4)
 
-    def __post_init__(self) -> None:
-        # the match rate has fallen, so there is something to learn all along
-        self.engines = [replace(DRIFTED, since=0.0) for _ in self.trace]
-        self._begun: set[tuple[int, float]] = set()
-
-    def run(self, until: float) -> None:
-        while self.now < until:
+    def run(self) -> Group:
+        last = max(end for own in self.trace for _, end in own)
+        while self.now < last + 10.0:
             self.tick()
             self.now += TICK
+        return self
 
     def tick(self) -> None:
         for i, trace in enumerate(self.trace):
             runs = [one for one in trace if one[0] <= self.now < one[1]]
+            # it waits for the optimiser step under way on its device
+            delay = max(self.step_ends - self.now, 0.0) if i == 0 and not self.has_own else 0.0
             for begin, _ in runs:
-                if (i, begin) not in self._begun:
-                    self._begun.add((i, begin))
-                    # it waits for the optimiser step under way on its device
-                    self.delays.append(max(self.step_ends - self.now, 0.0) if i == 0 and not self.has_own else 0.0)
+                self.delays.setdefault((i, begin), delay)
             was = self.engines[i]
             trains = i == 0 and not self.has_own and not self.trainer.is_halted
             doing = Doing.BUSY if runs else Doing.TRAINING if trains else Doing.IDLE
             since = was.since if doing is was.doing else self.now
             self.engines[i] = replace(was, doing=doing, since=since, has_answers=was.has_answers or bool(runs))
-        for action in decide(Heard(self.now, tuple(self.engines), self.trainer, 0, self.has_own)):
+        for action in spot.decide(spot.Heard(self.now, tuple(self.engines), self.trainer, 0, self.has_own)):
             self.do(action)
         if not self.trainer.is_halted and self.now >= self.step_ends and self.rows >= 256:
             self.step_ends, self.steps, self.rows = self.now + STEP_S, self.steps + 1, self.rows - 256
@@ -222,10 +203,9 @@ def long_tailed(seed: int, epochs: int = 6) -> list[list[tuple[float, float]]]:
 @pytest.mark.parametrize("seed", range(4))
 def test_over_a_groups_rollout_no_request_waits_longer_than_a_step(seed: int) -> None:
     trace = long_tailed(seed)
-    group = Group(trace)
-    group.run(max(end for own in trace for _, end in own) + 10.0)
-    assert max(group.delays) <= STEP_S
-    assert len(group.delays) == len({(i, begin) for i, own in enumerate(trace) for begin, _ in own})
+    group = Group(trace).run()
+    assert max(group.delays.values()) <= STEP_S
+    assert group.delays.keys() == {(i, begin) for i, own in enumerate(trace) for begin, _ in own}
     # it trained in the tails, was halted for those that came, and each engine gave rows
     assert group.steps > 100 and group.halts >= 6 and min(group.prefills) >= 5
     arrivals = len({begin for begin, _ in trace[0]})
@@ -235,7 +215,5 @@ def test_over_a_groups_rollout_no_request_waits_longer_than_a_step(seed: int) ->
 
 def test_with_cores_of_its_own_the_trainer_goes_on_through_all_requests() -> None:
     trace = long_tailed(0)
-    shared, own = Group(trace), Group(trace, has_own=True)
-    for group in (shared, own):
-        group.run(max(end for one in trace for _, end in one) + 10.0)
-    assert own.halts == 0 and max(own.delays) == 0.0 and own.steps >= shared.steps
+    shared, own = Group(trace).run(), Group(trace, has_own=True).run()
+    assert own.halts == 0 and max(own.delays.values()) == 0.0 and own.steps >= shared.steps

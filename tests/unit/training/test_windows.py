@@ -1,8 +1,7 @@
 """Which rows share a step: every row of an answer as often as the next, none of the held-out ones."""
 
-from __future__ import annotations
-
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 import pytest
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 from vllm_specrollout.training.answers import is_held_out
 from vllm_specrollout.training.rows import Rows
-from vllm_specrollout.training.windows import CONTEXT, Windows, batch_of, counted_rows, whole
+from vllm_specrollout.training.windows import CONTEXT, Window, Windows, batch_of, counted_rows, whole
 
 LAYERS, WIDTH = 2, 3
 
@@ -33,50 +32,43 @@ def answers_that(judge: bool, count: int, length: int = 90, version: int = 1) ->
     return list(islice((one for one in made if is_held_out(one.token_ids.numpy()) == judge), count))
 
 
-def drawn(windows: Windows, batch_rows: int = 128) -> Counter[tuple[int, int]]:
-    """(answer's first token, row) -> how often it counted, until nothing is left."""
-    times: Counter[tuple[int, int]] = Counter()
+def filled(answers: Iterable[Rows], width: int = 64, epochs: int = 3, seed: int = 0) -> Windows:
+    windows = Windows(width, epochs, seed)
+    for one in answers:
+        windows.add(one)
+    return windows
+
+
+def draws(windows: Windows, batch_rows: int = 128) -> Iterator[Window]:
+    """Until nothing is left."""
     while chosen := windows.draw(batch_rows):
-        for one in chosen:
-            times.update((int(one.answer.token_ids[0]), row) for row in range(one.counts, one.end))
-    return times
+        yield from chosen
+
+
+def drawn(windows: Windows) -> Counter[tuple[int, int]]:
+    """(answer's first token, row) -> how often it counted."""
+    return Counter((int(one.answer.token_ids[0]), row) for one in draws(windows) for row in range(one.counts, one.end))
 
 
 @given(st.lists(st.tuples(st.integers(2, 900), st.integers(0, 60)), min_size=1, max_size=6), st.integers(64, 512))
 def test_each_row_of_each_answer_counts_three_times_the_tail_as_well(shapes, width):
-    windows = Windows(width, 3, seed=0)
     kept = [answer(length, min(prompt, length - 1), i + 1) for i, (length, prompt) in enumerate(shapes)]
-    for one in kept:
-        windows.add(one)
+    windows = filled(kept, width)
     trained = [one for one in kept if counted_rows(one) and not is_held_out(one.token_ids.numpy())]
     expected = {(int(one.token_ids[0]), row): 3 for one in trained for row in counted_rows(one)}
     assert dict(drawn(windows)) == expected
     assert windows.draw(64) == []
 
 
-def test_an_answer_of_six_thousand_tokens_counts_to_its_end():
-    windows = Windows(64, 1, seed=0)
-    (long,) = answers_that(False, 1, length=6000)
-    assert windows.add(long)
-    times = drawn(windows)
-    assert max(row for _, row in times) == 5998 and len(times) == 5989
-
-
 @given(st.integers(64, 512), st.integers(0, 99))
 def test_no_window_is_wider_than_asked_and_each_begins_with_context(width, seed):
-    windows = Windows(width, 3, seed)
-    for one in answers_that(False, 3, length=700):
-        windows.add(one)
-    while chosen := windows.draw(256):
-        for one in chosen:
-            assert one.end - one.begin <= width
-            assert one.counts - one.begin == min(CONTEXT, one.counts - 1)
+    for one in draws(filled(answers_that(False, 3, length=700), width, seed=seed), 256):
+        assert one.end - one.begin <= width
+        assert one.counts - one.begin == min(CONTEXT, one.counts - 1)
 
 
 def test_all_answers_are_gone_over_once_before_one_is_gone_over_again():
-    windows = Windows(64, 3, seed=0)
-    for one in answers_that(False, 4):
-        windows.add(one)
+    windows = filled(answers_that(False, 4))
     total = 4 * len(counted_rows(answers_that(False, 1)[0]))
     seen: list[tuple[int, int]] = []
     while len(seen) < total:
@@ -86,10 +78,8 @@ def test_all_answers_are_gone_over_once_before_one_is_gone_over_again():
 
 
 def test_a_tenth_judges_and_is_never_learned_from_and_only_the_newest_weights_judge():
-    windows = Windows(64, 3, seed=0)
     judges = answers_that(True, 3)
-    for one in [*judges, *answers_that(False, 3)]:
-        windows.add(one)
+    windows = filled([*judges, *answers_that(False, 3)])
     assert {int(one.token_ids[0]) for one in windows.held_out()} == {int(one.token_ids[0]) for one in judges}
     assert not {int(one.token_ids[0]) for one in judges} & {first for first, _ in drawn(windows)}
     (newer,) = answers_that(True, 1, length=60, version=2)
@@ -98,25 +88,15 @@ def test_a_tenth_judges_and_is_never_learned_from_and_only_the_newest_weights_ju
 
 
 def test_answers_of_the_weights_before_are_learned_from_and_older_ones_are_not():
-    windows = Windows(64, 3, seed=0)
-    for version, length in ((1, 50), (2, 60), (3, 70)):
-        for one in answers_that(False, 2, length=length, version=version):
-            windows.add(one)
-    counted = Counter(one.answer.version for one in iter_draws(windows))
-    assert set(counted) == {2, 3}
-
-
-def iter_draws(windows: Windows):
-    while chosen := windows.draw(64):
-        yield from chosen
+    ages = ((1, 50), (2, 60), (3, 70))
+    windows = filled(one for version, length in ages for one in answers_that(False, 2, length=length, version=version))
+    assert {one.answer.version for one in draws(windows, 64)} == {2, 3}
 
 
 def test_the_order_is_the_seeds_and_goes_on_where_it_was_after_a_stop():
     def run(stop_after: int | None) -> list[tuple[int, int]]:
-        windows, seen = Windows(64, 2, seed=5), []
-        kept = answers_that(False, 5)
-        for one in kept:
-            windows.add(one)
+        kept, seen = answers_that(False, 5), []
+        windows = filled(kept, epochs=2, seed=5)
         while chosen := windows.draw(100):
             seen += [(int(one.answer.token_ids[0]), one.counts) for one in chosen]
             if stop_after is not None and len(seen) > stop_after:
@@ -131,10 +111,8 @@ def test_the_order_is_the_seeds_and_goes_on_where_it_was_after_a_stop():
 
 
 def test_what_was_gone_over_before_a_stop_is_known_when_it_comes_again():
-    windows = Windows(64, 1, seed=0)
     first, second = answers_that(False, 2)
-    windows.add(first)
-    assert drawn(windows)
+    assert drawn(windows := filled([first], epochs=1))
     again = Windows(64, 1, seed=0)
     again.load_state_dict(windows.state_dict())
     assert not again.add(first) and again.add(second)

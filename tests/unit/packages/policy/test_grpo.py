@@ -6,19 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from vllm_specrollout.bench.policy.grpo import (  # noqa: E402
-    AnswerGroup,
-    GrpoConfig,
-    GrpoTrainer,
-    clipped_terms,
-    group_advantages,
-)
-from vllm_specrollout.bench.policy.random_model import make_random_model  # noqa: E402
+import torch
+from vllm_specrollout.bench.policy.grpo import AnswerGroup, GrpoConfig, GrpoTrainer, clipped_terms, group_advantages
+from vllm_specrollout.bench.policy.random_model import make_random_model
 
-from vllm_specrollout.errors import ConfigError  # noqa: E402
+from vllm_specrollout.errors import ConfigError
 
 PROMPT = (3, 87, 261)
 MIXED = AnswerGroup(prompt_ids=PROMPT, answers=((5, 6, 7), (8, 9), (10, 11, 12, 4)), rewards=(1.0, 0.0, 0.0))
@@ -66,11 +61,6 @@ def policy_gradient(model, groups):
     return {name: weight.grad.clone() for name, weight in model.named_parameters()}
 
 
-def test_advantages_are_rewards_in_standard_deviations_from_their_groups_mean():
-    assert group_advantages([1.0, 0.0, 0.0, 1.0]) == [1.0, -1.0, -1.0, 1.0]
-    assert group_advantages([1.0, 0.0, 0.0]) == pytest.approx([math.sqrt(2), -math.sqrt(0.5), -math.sqrt(0.5)])
-
-
 @given(st.floats(-1e3, 1e3), st.integers(1, 9))
 def test_equal_rewards_have_no_advantage_whatever_rounding_leaves(reward, count):
     assert group_advantages([reward] * count) == [0.0] * count
@@ -103,21 +93,22 @@ def test_the_gradient_does_not_depend_on_how_rows_share_forward_passes(folder, m
 
 @pytest.mark.parametrize(
     ("ratio", "advantage", "is_held"),
-    [(1.5, 1.0, True), (1.5, -1.0, False), (0.5, -1.0, True), (0.5, 1.0, False), (1.1, 1.0, False), (0.9, -1.0, False)],
+    [
+        (1.5, 1.0, True),
+        (1.3, 1.0, False),
+        (1.5, -1.0, False),
+        (0.75, -1.0, True),
+        (0.5, 1.0, False),
+        (0.9, -1.0, False),
+    ],
 )
-def test_the_clip_holds_tokens_that_already_moved_far_enough_and_only_those(ratio, advantage, is_held):
+def test_the_clip_holds_tokens_that_already_moved_far_enough_to_either_side_and_only_those(ratio, advantage, is_held):
     log_p = torch.tensor([math.log(ratio)], requires_grad=True)
-    terms, is_clipped = clipped_terms(log_p, torch.zeros(1), torch.tensor([advantage]), 0.2, 0.2)
+    terms, is_clipped = clipped_terms(log_p, torch.zeros(1), torch.tensor([advantage]), 0.2, 0.4)
     terms.sum().backward()
     assert bool(is_clipped) is is_held
+    assert terms.item() == pytest.approx(advantage * (min(max(ratio, 0.8), 1.4) if is_held else ratio))
     assert float(log_p.grad) == pytest.approx(0.0 if is_held else ratio * advantage)
-
-
-def test_the_clips_two_sides_are_set_apart():
-    log_p = torch.tensor([math.log(1.3), math.log(0.75)])
-    terms, is_clipped = clipped_terms(log_p, torch.zeros(2), torch.tensor([1.0, -1.0]), 0.2, 0.4)
-    assert is_clipped.tolist() == [False, True]
-    assert terms.tolist() == pytest.approx([1.3, -0.8])
 
 
 def test_groups_without_variance_move_no_weight(folder):
@@ -126,21 +117,6 @@ def test_groups_without_variance_move_no_weight(folder):
     stats = of.update([FLAT, FLAT])
     assert (stats.flat_share, stats.optimizer_steps) == (1.0, 0)
     assert all(torch.equal(before[name], weight) for name, weight in weights(of).items())
-
-
-def test_an_update_makes_rewarded_answers_likelier_than_the_others(folder):
-    of = trainer(folder, learning_rate=1e-3)
-    rows, _ = of._rows([MIXED])
-
-    def totals():
-        return [float(log_p.sum()) for log_p in of._frozen_log_probs(of.model, rows)]
-
-    before = totals()
-    of.update([MIXED])
-    after = totals()
-    assert after[0] > before[0]
-    assert after[1] < before[1]
-    assert after[2] < before[2]
 
 
 def test_inner_epochs_times_minibatches_optimiser_steps_are_made(folder):

@@ -1,7 +1,5 @@
 """One-pass heads: what their levels see, and what a draft is worth."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +59,7 @@ def test_medusa_begins_as_the_output_head_over_the_state_before_and_all_kinds_le
         for one in answers:
             learner.add(one)
         before = learner.judge(answers)
-        while learner.step() is not None:
-            pass
+        list(iter(learner.step, None))
         after = learner.judge(answers)
         assert before is not None and after is not None and after.accepted > before.accepted
 

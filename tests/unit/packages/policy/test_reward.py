@@ -1,6 +1,7 @@
 """The reward judges the final sentence, and problem sets never leak between training and evaluation."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -31,15 +32,8 @@ def test_answers_cut_off_anywhere_earn_nothing(family):
         assert all(reward(problem, "".join(pieces[:n])) == 0.0 for n in range(len(pieces)))
 
 
-@pytest.mark.parametrize("wrong", [-99, -1, 1, 10])
-def test_wrong_answers_earn_nothing(wrong):
-    value = PROBLEM.answer + wrong
-    assert reward(PROBLEM, f"The answer is {value}.") == 0.0
-
-
 def test_negative_answers_are_read_with_or_without_a_space():
-    problem = next(p for p in problems(1, seed=0))
-    negative = type(problem)(problem_id="n", family="puzzle", prompt="", answer=-5, size=2, terms=(-2, -3))
+    negative = replace(PROBLEM, answer=-5, terms=(-2, -3))
     assert reward(negative, "So the answer is - 5.") == reward(negative, "The answer is -5.") == 1.0
     assert reward(negative, "The answer is 5.") == 0.0
 
@@ -56,9 +50,10 @@ def test_negative_answers_are_read_with_or_without_a_space():
         "The answer is {answer}5.",
         "The answer is 9999999999999999999999.",
         "The answer is\x00{answer}.",
+        *(f"The answer is {PROBLEM.answer + wrong}." for wrong in (-99, -1, 1, 10)),
     ],
 )
-def test_malformed_answers_earn_nothing(text):
+def test_wrong_and_malformed_answers_earn_nothing(text):
     assert reward(PROBLEM, text.format(answer=PROBLEM.answer)) == 0.0
 
 
@@ -90,13 +85,14 @@ def test_families_take_turns_unless_one_is_asked_for():
     assert {p.family for p in problems(10, seed=0, family="puzzle")} == {"puzzle"}
 
 
-def test_an_unknown_family_is_an_error_with_a_hint():
-    with pytest.raises(ConfigError) as caught:
-        problems(1, seed=0, family="chess")
-    assert str(caught.value) == "`family` names 'chess', which does not exist\n\nhint: choose from: arith, puzzle"
-
-
-@pytest.mark.parametrize("arguments", [{"count": -1}, {"count": 1, "split": "test"}])
-def test_a_bad_count_or_split_is_an_error(arguments):
-    with pytest.raises(ConfigError):
-        problems(seed=0, **arguments)
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"family": "chess"}, "`family` names 'chess', which does not exist\n\nhint: choose from: arith, puzzle"),
+        ({"split": "test"}, "`split` names 'test'"),
+        ({"count": -1}, "`count` is -1"),
+    ],
+)
+def test_a_bad_count_split_or_family_is_an_error_with_a_hint(given, error):
+    with pytest.raises(ConfigError, match=error):
+        problems(**{"count": 1, "seed": 0, **given})

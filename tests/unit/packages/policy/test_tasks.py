@@ -7,7 +7,7 @@ import statistics
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm_specrollout.bench.policy.reward import problems
-from vllm_specrollout.bench.policy.tasks import FAMILIES, STYLES, demonstrate, make_problem, render
+from vllm_specrollout.bench.policy.tasks import FAMILIES, STYLES, demonstrate, make_problem
 from vllm_specrollout.bench.policy.tokenizer import LARGEST_NUMBER, NUMBERS, WORDS, split_words
 
 SEEDS = st.integers(0, 10_000)
@@ -15,32 +15,29 @@ SEEDS = st.integers(0, 10_000)
 
 def _lines_of_terms(text):
     """The restated expressions of an answer, as lists of signed numbers."""
-    lines = [line for line in text.splitlines() if re.match(r"=|Left:", line)]
-    return [[int(n.replace(" ", "")) for n in re.findall(r"-? \d+", line)] for line in lines]
+    return [_numbers(line) for line in text.splitlines() if re.match(r"=|Left:", line)]
+
+
+def _numbers(text):
+    return [int(n.replace(" ", "")) for n in re.findall(r"-? \d+", text)]
 
 
 @given(seed=SEEDS, family=st.sampled_from(FAMILIES))
 def test_the_answer_is_the_sum_of_the_terms_in_the_prompt(seed, family):
     problem = make_problem(random.Random(seed), family, "p")
-    numbers = [int(n.replace(" ", "")) for n in re.findall(r"-? \d+", problem.prompt)]
+    numbers = _numbers(problem.prompt)
     assert sum(numbers) == problem.answer == sum(problem.terms)
     assert problem.size == len(numbers) <= STYLES[family].max_terms
 
 
 @given(seed=SEEDS, family=st.sampled_from(FAMILIES))
-def test_every_number_of_a_demonstration_is_one_token(seed, family):
-    rng = random.Random(seed)
-    text = demonstrate(make_problem(rng, family, "p"), rng)
-    assert max(int(n) for n in re.findall(r"\d+", text)) <= LARGEST_NUMBER
-    assert all(piece in NUMBERS for piece in split_words(text) if piece.strip().isdigit())
-
-
-@given(seed=SEEDS, family=st.sampled_from(FAMILIES))
-def test_demonstrations_use_only_words_of_the_vocabulary(seed, family):
+def test_demonstrations_use_only_words_of_the_vocabulary_and_every_number_is_one_token(seed, family):
     rng = random.Random(seed)
     problem = make_problem(rng, family, "p")
-    pieces = split_words(problem.prompt) + split_words(demonstrate(problem, rng))
+    pieces = split_words(problem.prompt) + split_words(text := demonstrate(problem, rng))
     assert {piece for piece in pieces if len(piece) > 1} <= set(WORDS)
+    assert max(int(n) for n in re.findall(r"\d+", text)) <= LARGEST_NUMBER
+    assert all(piece in NUMBERS for piece in split_words(text) if piece.strip().isdigit())
 
 
 @given(seed=SEEDS)
@@ -72,11 +69,6 @@ def test_answer_lengths_have_a_long_tail():
     lengths = sorted(len(split_words(demonstrate(p, rng))) for p in problems(1500, seed=0))
     assert 45 <= statistics.median(lengths) <= 80
     assert 12 * statistics.median(lengths) <= lengths[-1] <= 1500
-
-
-@given(st.lists(st.integers(-99, 99), min_size=1, max_size=8))
-def test_rendered_terms_read_back(terms):
-    assert [int(n.replace(" ", "")) for n in re.findall(r"-? \d+", render(terms))] == terms
 
 
 @given(st.text())

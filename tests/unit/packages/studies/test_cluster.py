@@ -7,15 +7,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm_specrollout.bench.studies import cluster
+from vllm_specrollout.bench.studies.answers import Workload
 from vllm_specrollout.bench.studies.cluster import Site, simulate
 from vllm_specrollout.bench.studies.formulas import StepLine
 
-from tests.unit.packages.studies.builders import mixed
 from vllm_specrollout.cluster.rates import coupled_rate, decoupled_rate
 from vllm_specrollout.replay.anchors import RealSteps
 
 VERIFIER = StepLine(base=5.0, request=0.05, steep=0.017, knee=256.0)
 FREE, MODEL = StepLine(base=0.0), StepLine(base=2.0)
+
+
+def mixed(lengths, *rows):
+    """A workload with one row of acceptances per method, the same for all requests where it is a number."""
+    acceptance = np.stack([np.broadcast_to(np.asarray(row, dtype=float), len(lengths)) for row in rows])
+    return Workload(length=np.asarray(lengths, dtype=np.int64), acceptance=acceptance)
 
 
 def site(engines=2, mode="off", **given):
@@ -34,6 +40,7 @@ def test_a_plain_batch_takes_a_step_per_token_and_gets_faster_as_requests_end():
     first = 10 * VERIFIER.step_ms(2)
     assert done.finish_ms == pytest.approx([first, first + 20 * VERIFIER.step_ms(1)])
     assert done.tokens == pytest.approx(40) and done.busy_ms == pytest.approx(done.makespan_ms)
+    assert (done.steps, done.request_steps) == (pytest.approx(30), pytest.approx(40))
 
 
 def test_drafts_have_the_speed_of_their_formula():
@@ -65,19 +72,16 @@ def test_a_lent_drafter_is_not_used_where_it_makes_the_batch_slower():
     assert attach.counts["attach"] >= 1 and attach.makespan_ms == pytest.approx(off.makespan_ms)
 
 
-def test_a_step_that_holds_prompts_costs_more_once_for_all_of_them():
-    plain, held = (simulate(mixed([10, 10], 0.0, 0.0), site(1, prompt_ms=ms), on(2)) for ms in (0.0, 12.5))
-    assert held.makespan_ms == pytest.approx(plain.makespan_ms + 12.5)
-
-
-def test_steps_and_those_of_each_request_are_counted():
-    done = simulate(mixed([10, 30], 0.0, 0.0), site(1), on(2))
-    assert (done.steps, done.request_steps) == (pytest.approx(30), pytest.approx(40))
-
-
-def test_contexts_are_computed_before_the_first_step():
-    plain, filled = (simulate(mixed([10], 0.0, 0.0), site(1, prompt=100, prefill_ms=ms), on(1)) for ms in (0.0, 0.5))
-    assert filled.makespan_ms == pytest.approx(plain.makespan_ms + 50.0)
+@pytest.mark.parametrize(
+    ("given", "more_ms"),
+    [
+        pytest.param({"prompt_ms": 12.5}, 12.5, id="a step that holds prompts costs more, once for all of them"),
+        pytest.param({"prompt": 100, "prefill_ms": 0.5}, 100.0, id="contexts are computed before the first step"),
+    ],
+)
+def test_prompts_cost_their_time(given, more_ms):
+    plain, held = (simulate(mixed([10, 10], 0.0, 0.0), site(1, **one), on(2)) for one in ({}, given))
+    assert held.makespan_ms == pytest.approx(plain.makespan_ms + more_ms)
 
 
 def test_a_straggler_is_drafted_for_from_an_engine_that_is_idle():

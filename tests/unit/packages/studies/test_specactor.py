@@ -1,15 +1,7 @@
 import msgspec
 import numpy as np
 import pytest
-from vllm_specrollout.bench.studies.specactor import (
-    ARMS,
-    SpecActorInputs,
-    draw_workload,
-    plans,
-    run,
-    run_arms,
-    sites,
-)
+from vllm_specrollout.bench.studies.specactor import ARMS, SpecActorInputs, draw_workload, plans, run, run_arms, sites
 
 from vllm_specrollout.cluster.rates import Mode
 
@@ -22,10 +14,6 @@ def smaller(**values):
 @pytest.fixture(scope="module")
 def rollouts():
     return [run_arms(smaller(), seed) for seed in range(3)]
-
-
-def mean_ms(rollouts, arm):
-    return sum(arms[arm].makespan_ms for arms in rollouts) / len(rollouts)
 
 
 def drawn(**values):
@@ -60,17 +48,12 @@ def test_long_answers_may_be_drafted_worse():
     assert np.corrcoef(np.log(work.length), logits(work)[0])[0, 1] < -0.99
 
 
-@pytest.mark.nightly
-def test_over_several_seeds_each_technique_adds_to_the_one_before_it(rollouts):
-    times = [mean_ms(rollouts, name) for name in ("plain", "vanilla", "decoupled", "ladder")]
-    assert times == sorted(times, reverse=True)
-
-
-def test_drafts_pay_and_disaggregation_alone_does_not_with_every_seed(rollouts):
+def test_drafts_pay_and_disaggregation_alone_does_not_with_every_seed_and_decoupling_in_the_mean(rollouts):
     for arms in rollouts:
         assert arms["vanilla"].makespan_ms < arms["plain"].makespan_ms
         assert arms["disaggregated"].makespan_ms > arms["vanilla"].makespan_ms
         assert arms["ladder"].makespan_ms < arms["decoupled"].makespan_ms
+    assert sum(arms["decoupled"].makespan_ms - arms["vanilla"].makespan_ms for arms in rollouts) < 0.0
 
 
 def test_all_arms_generate_the_same_tokens(rollouts):

@@ -2,14 +2,7 @@ import msgspec
 import numpy as np
 import pytest
 from vllm_specrollout.bench.studies.formulas import drain_ms
-from vllm_specrollout.bench.studies.tlt import (
-    FITTED,
-    PRINTED,
-    Table4Inputs,
-    run_table_4,
-    speed_up,
-    speed_ups,
-)
+from vllm_specrollout.bench.studies.tlt import FITTED, PRINTED, Table4Inputs, run_table_4, speed_up, speed_ups
 
 INPUTS = Table4Inputs()
 FREE = ("request", "row", "row_beyond_knee", "draft_request")

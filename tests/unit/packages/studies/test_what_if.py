@@ -2,21 +2,11 @@ from statistics import fmean
 
 import msgspec
 import pytest
-from vllm_specrollout.bench.studies.what_if import (
-    ARMS,
-    STEPS,
-    TRY,
-    TryInputs,
-    WhatIfInputs,
-    dealt,
-    drawn,
-    repeat_try,
-    run,
-    run_arm,
-)
+from vllm_specrollout.bench.studies import what_if
+from vllm_specrollout.bench.studies.what_if import ARMS, STEPS, TRY, TryInputs, dealt, drawn, repeat_try, run, run_arm
 
 SMALL = msgspec.structs.replace(
-    WhatIfInputs(), engines=(2, 4), rollouts=2, failing=(4,), per_host=2, hosts_per_rack=1, requests=16
+    what_if.WhatIfInputs(), engines=(2, 4), rollouts=2, failing=(4,), per_host=2, hosts_per_rack=1, requests=16
 )
 
 
@@ -36,10 +26,7 @@ def test_every_arm_and_every_failure_has_a_row_with_its_range():
     report = run(SMALL, 0)
     repeated, scaled, failing = report.tables
     assert [row[0] for row in repeated.rows] == list(TRY)
-    assert [row[:3] for row in scaled.rows[:2]] == [
-        ("measured", "2", "plain"),
-        ("measured", "2", "drafts"),
-    ]
+    assert [row[:3] for row in scaled.rows[:2]] == [("measured", "2", "plain"), ("measured", "2", "drafts")]
     assert len(scaled.rows) == 2 * len(STEPS) * len(ARMS) and len(failing.rows) == 8
     assert all(" to " in cell for row in scaled.rows for cell in row[3:])
     assert all(int(row[-1].split()[0]) > 0 for row in failing.rows if row[3] == "10%"), "what ran there is run again"
