@@ -121,6 +121,7 @@ def test_it_learns_halts_publishes_ends_and_goes_on_after_a_kill(target, untrain
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)
 def test_fifty_random_kills_cost_the_trainer_an_interval_each_and_no_head(target, untrained, answers, tmp_path) -> None:
     """At any moment: while it starts, learns, judges or writes."""
     rng = random.Random(3)
