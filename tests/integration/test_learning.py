@@ -13,6 +13,7 @@ from vllm_specrollout.bench.policy import CHECKPOINT
 from tests.integration.serving import run_beside
 
 
+@pytest.mark.nightly
 def test_a_head_is_made_in_idle_moments_and_those_who_come_halt_its_trainer(tmp_path: Path) -> None:
     told = run_beside("async_learning", tmp_path, CHECKPOINT)
     tokens, accepted = told["first"]
