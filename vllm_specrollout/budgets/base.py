@@ -29,8 +29,6 @@ PATIENCE = 4
 """Asked steps in a row that may fail to pay before the first pause."""
 FIRST_PAUSE, LONGEST_PAUSE = 4, 64
 """Steps without drafts; each further pause is twice as long, and one try lies between two."""
-
-
 SHARE = 0.01
 """Of the time, or of the steps with drafts: what may be lost to know what drafts are worth."""
 

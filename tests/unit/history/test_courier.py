@@ -319,8 +319,10 @@ def test_what_comes_while_the_archive_is_gone_reaches_all_once_it_is_back(serve,
         one.close()
         first.store.report_reward(f"x{number}", 1.0)
     one = serve()
-    until(lambda: second.found() == {"early": None, "x0": 1.0, "x1": 1.0, "x2": 1.0})
+    all_there = {"early": None, "x0": 1.0, "x1": 1.0, "x2": 1.0}
+    until(lambda: second.found() == all_there)
     until(lambda: not first.courier.problem)
+    assert second.found() == all_there
 
 
 def test_rewards_are_told_again_to_an_archive_that_was_begun_between_two_questions(nodes):
